@@ -119,6 +119,25 @@ class ModelConfig:
         return 2 * self.gdn_key_width + self.gdn_value_width
 
 
+_NUMBERS = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_EXPERT_NUMBERS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+
+
 def _need(section: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in section:
         raise InventoryError(f"config.json: {where}.{key} is missing")
@@ -177,21 +196,14 @@ def config_from_dict(config: Mapping[str, Any], model_id: str = "") -> ModelConf
     section = tuple(int(n) for n in rope.get("mrope_section", (11, 11, 10)))
     if len(section) != 3 or sum(section) * 2 != rotary_dim:
         raise InventoryError(f"config.json: mrope_section {section} does not add up to {rotary_dim // 2} pairs")
-    keys = (
-        "hidden_size num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads "
-        "linear_key_head_dim linear_value_head_dim vocab_size max_position_embeddings"
-    ).split()
-    numbers = {key: int(_need(text, key, "text_config")) for key in keys}
+    numbers = {key: int(_need(text, key, "text_config")) for key in _NUMBERS}
     if numbers["num_attention_heads"] % numbers["num_key_value_heads"]:
         raise InventoryError("config.json: num_attention_heads is not a multiple of num_key_value_heads")
     if numbers["linear_num_value_heads"] % numbers["linear_num_key_heads"]:
         raise InventoryError("config.json: linear_num_value_heads is not a multiple of linear_num_key_heads")
     experts = int(text.get("num_experts") or 0)
     if experts:
-        mlp = {
-            key: int(_need(text, key, "text_config"))
-            for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-        }
+        mlp = {key: int(_need(text, key, "text_config")) for key in _EXPERT_NUMBERS}
     else:
         mlp = {"intermediate_size": int(_need(text, "intermediate_size", "text_config"))}
     vision = config.get("vision_config")
