@@ -1,0 +1,283 @@
+"""Request checks that need no weights, and the sampling parameters with every default filled in. No torch.
+
+Each check names the field (`param`, a path into `Request`), the limit and the value found. What this build cannot
+honour is refused here; nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidRequestError, UnsupportedError
+from ..types import Image, Message, Request, Sampling, Text, Tool, Video
+
+MAX_STOP = 16
+MAX_LOGPROBS = 20
+MAX_DEPTH = 128
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling with every value decided. `top_k` 0 is off; `seed` is unsigned 64-bit; `logit_bias` is sorted by id."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether any penalty looks at earlier tokens."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+def resolve_sampling(sampling: Sampling, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Fill what `sampling` leaves open from the model's `defaults`, then from neutral values; draw a seed if None."""
+
+    def pick(name: str, neutral: float) -> Any:
+        value = getattr(sampling, name)
+        if value is None:
+            value = defaults.get(name)
+        return neutral if value is None else value
+
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % (1 << 64)
+    return SamplingParams(
+        temperature=float(pick("temperature", 1.0)),
+        top_p=float(pick("top_p", 1.0)),
+        top_k=max(0, int(pick("top_k", 0))),
+        min_p=float(pick("min_p", 0.0)),
+        presence_penalty=float(pick("presence_penalty", 0.0)),
+        frequency_penalty=float(pick("frequency_penalty", 0.0)),
+        repetition_penalty=float(pick("repetition_penalty", 1.0)),
+        logit_bias=tuple(sorted((int(i), float(v)) for i, v in sampling.logit_bias.items())),
+        seed=seed,
+    )
+
+
+def check_request(request: Request, *, addressable: int, vision: bool, grammars: bool) -> None:
+    """Check every field of a request against a model with `addressable` token ids.
+
+    `vision`: the model can read images; `grammars`: response formats and required tool calls can be enforced.
+
+    Raises:
+        InvalidRequestError: a value is wrong; `param` names it.
+        UnsupportedError: the value is right but this model or build cannot honour it.
+    """
+    if not isinstance(request, Request):
+        raise InvalidRequestError(f"submit takes a Request, not {type(request).__name__}")
+    _check_prompt(request, addressable, vision)
+    _check_tools(request, grammars)
+    check_sampling(request.sampling, addressable)
+    _integer(request.max_tokens, "max_tokens", 1, None)
+    _integer(request.thinking_budget, "thinking_budget", 0, None)
+    _integer(request.logprobs, "logprobs", 0, MAX_LOGPROBS)
+    _integer(request.priority, "priority", None, None)
+    _number(request.timeout, "timeout", 0.0, math.inf, open_low=True)
+    for name in ("thinking", "preserve_thinking"):
+        if getattr(request, name) not in (None, True, False):
+            raise InvalidRequestError(f"{name} must be true, false or null, not {getattr(request, name)!r}", param=name)
+    if len(_sequence(request.stop, "stop")) > MAX_STOP:
+        raise InvalidRequestError(f"stop holds {len(request.stop)} strings; the limit is {MAX_STOP}", param="stop")
+    for i, text in enumerate(request.stop):
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(
+                f"stop[{i}] must be a string of at least one character, not {text!r}", param="stop"
+            )
+        _unicode(text, f"stop[{i}]")
+    _token_ids(_sequence(request.stop_token_ids, "stop_token_ids"), "stop_token_ids", addressable)
+    if request.response_format is not None and not grammars:
+        raise UnsupportedError(
+            f"response_format {request.response_format.kind!r} cannot be enforced by this build; leave it out and ask "
+            "for the format in the prompt",
+            param="response_format",
+        )
+
+
+def check_sampling(sampling: Sampling, addressable: int) -> None:
+    """Check the ranges of `Sampling`: see `check_request`."""
+    if not isinstance(sampling, Sampling):
+        raise InvalidRequestError(f"sampling must be a Sampling, not {type(sampling).__name__}", param="sampling")
+    _number(sampling.temperature, "temperature", 0.0, 2.0)
+    _number(sampling.top_p, "top_p", 0.0, 1.0)
+    _integer(sampling.top_k, "top_k", -1, None)
+    _number(sampling.min_p, "min_p", 0.0, 1.0)
+    _number(sampling.presence_penalty, "presence_penalty", -2.0, 2.0)
+    _number(sampling.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+    _number(sampling.repetition_penalty, "repetition_penalty", 0.0, 10.0, open_low=True)
+    _integer(sampling.seed, "seed", -(1 << 63), (1 << 64) - 1)
+    if not isinstance(sampling.logit_bias, Mapping):
+        raise InvalidRequestError("logit_bias must map token ids to numbers", param="logit_bias")
+    _token_ids(sampling.logit_bias, "logit_bias", addressable)
+    for value in sampling.logit_bias.values():
+        _number(value, "logit_bias", -100.0, 100.0)
+
+
+def _check_prompt(request: Request, addressable: int, vision: bool) -> None:
+    prompt = request.prompt
+    if prompt is not None:
+        if request.messages:
+            raise InvalidRequestError("give messages or prompt, not both", param="prompt")
+        if isinstance(prompt, str):
+            _unicode(prompt, "prompt")
+        elif not isinstance(prompt, (tuple, list)):
+            raise InvalidRequestError(
+                f"prompt must be a text or a sequence of token ids, not {type(prompt).__name__}", param="prompt"
+            )
+        else:
+            _token_ids(prompt, "prompt", addressable)
+        if not len(prompt):
+            raise InvalidRequestError("prompt is empty; it must hold at least one token", param="prompt")
+        return
+    if not _sequence(request.messages, "messages"):
+        raise InvalidRequestError("messages is empty; at least one message is needed", param="messages")
+    for i, message in enumerate(request.messages):
+        _check_message(message, f"messages[{i}]", vision)
+
+
+def _check_message(message: Message, where: str, vision: bool) -> None:
+    if not isinstance(message, Message):
+        raise InvalidRequestError(f"{where} must be a Message, not {type(message).__name__}", param=where)
+    if message.role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}.role is {message.role!r}; it must be one of {', '.join(ROLES)}", param=where
+        )
+    if message.reasoning is not None:
+        _text(message.reasoning, f"{where}.reasoning")
+    for j, call in enumerate(message.tool_calls):
+        path = f"{where}.tool_calls[{j}]"
+        _text(call.name, f"{path}.name")
+        _check_depth(call.arguments, f"{path}.arguments")
+    if isinstance(message.content, str):
+        _unicode(message.content, f"{where}.content")
+        return
+    for j, part in enumerate(_sequence(message.content, f"{where}.content")):
+        path = f"{where}.content[{j}]"
+        if isinstance(part, Text):
+            _text(part.text, path)
+        elif not isinstance(part, (Image, Video)):
+            raise InvalidRequestError(f"{path} must be Text, Image or Video, not {type(part).__name__}", param=path)
+        elif not vision:
+            raise UnsupportedError(
+                f"{path} is {'an image' if isinstance(part, Image) else 'a video'}, but the loaded model has no vision "
+                "tower; send text only or load a model with vision",
+                param=path,
+            )
+        elif sum(x is not None for x in (part.data, part.path, part.url)) != 1:
+            raise InvalidRequestError(f"{path} needs exactly one of data, path and url", param=path)
+
+
+def _check_tools(request: Request, grammars: bool) -> None:
+    names = set()
+    for i, tool in enumerate(_sequence(request.tools, "tools")):
+        if not isinstance(tool, Tool) or not isinstance(tool.name, str) or not tool.name:
+            raise InvalidRequestError(f"tools[{i}] must be a Tool with a name", param=f"tools[{i}]")
+        _text(tool.name, f"tools[{i}].name")
+        _text(tool.description, f"tools[{i}].description")
+        _check_depth(tool.parameters, f"tools[{i}].parameters")
+        _check_depth(tool.raw, f"tools[{i}]")
+        names.add(tool.name)
+    choice = request.tool_choice
+    if choice.mode not in ("none", "auto", "required"):
+        raise InvalidRequestError(
+            f"tool_choice is {choice.mode!r}; it must be none, auto or required", param="tool_choice"
+        )
+    for name in choice.names:
+        if name not in names:
+            raise InvalidRequestError(
+                f"tool_choice names {name!r}, which is not among the tools {sorted(names)}", param="tool_choice"
+            )
+    if choice.mode == "required":
+        if not names:
+            raise InvalidRequestError("tool_choice is 'required' but the request has no tools", param="tool_choice")
+        if not grammars:
+            what = f"the tool {choice.names[0]!r}" if choice.names else "a call"
+            raise UnsupportedError(
+                f"tool_choice asks to force {what}, which this build cannot enforce; use 'auto' or 'none'",
+                param="tool_choice",
+            )
+
+
+def _check_depth(value: Any, param: str) -> None:
+    """Bound the nesting of client JSON, so that no recursive renderer can overflow the stack; checks texts too."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                _unicode(item, param)
+            elif isinstance(item, float):
+                if not math.isfinite(item):
+                    raise InvalidRequestError(f"{param} holds {item}, which is not JSON", param=param)
+            elif isinstance(item, Mapping):
+                below.extend(item)
+                below.extend(item.values())
+            elif isinstance(item, (list, tuple)):
+                below.extend(item)
+            elif item is not None and not isinstance(item, (bool, int)):
+                raise InvalidRequestError(f"{param} holds a {type(item).__name__}, which is not JSON", param=param)
+        if not below:
+            return
+        level = below
+    raise InvalidRequestError(f"{param} is nested deeper than {MAX_DEPTH} levels; flatten it", param=param)
+
+
+def _sequence(value: Any, param: str) -> Sequence[Any]:
+    if not isinstance(value, (tuple, list)):
+        raise InvalidRequestError(f"{param} must be a sequence, not {type(value).__name__}", param=param)
+    return value
+
+
+def _text(value: Any, param: str) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{param} must be a string, not {type(value).__name__}", param=param)
+    _unicode(value, param)
+
+
+def _unicode(value: str, param: str) -> None:
+    if value.isascii():
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} holds a lone surrogate at character {error.start}, which is not valid Unicode", param=param
+        ) from None
+
+
+def _token_ids(ids: Iterable[Any], param: str, addressable: int) -> None:
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < addressable:
+            raise InvalidRequestError(
+                f"{param}: {token!r} is not a token id of this model (integers 0 to {addressable - 1})", param=param
+            )
+
+
+def _number(value: Any, param: str, low: float, high: float, *, open_low: bool = False) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequestError(f"{param} must be a number, not {value!r}", param=param)
+    if not (low < value if open_low else low <= value) or not value <= high or value == math.inf:
+        span = f"greater than {low:g}" if open_low else f"at least {low:g}"
+        limit = span if high == math.inf else f"{span} and at most {high:g}"
+        raise InvalidRequestError(f"{param} is {value!r}; it must be {limit}", param=param)
+
+
+def _integer(value: Any, param: str, low: int | None, high: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{param} must be an integer, not {value!r}", param=param)
+    if (low is not None and value < low) or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequestError(f"{param} is {value}; it must be {limit}", param=param)
