@@ -1,0 +1,415 @@
+"""Weight formats: Q4/Q5/Q6 (groups of 64), W8 (groups of 32), BF16, FP32, I32: sizes, encode, decode, checks.
+
+A grouped matrix `[N, K]` is stored as up to three planes, each starting at a multiple of 256 bytes:
+
+    base    the low 4 bits of every code, two columns a byte (W8: the whole code, one byte)
+    high    Q5: bit 4, eight columns a byte;  Q6: bits 4 and 5, four columns a byte
+    scale   one binary16 a group, K padded to a multiple of 128
+
+A run of rows is contiguous in each plane, so everything here works on blocks of rows: a matrix of any size is encoded,
+decoded and checked in bounded memory, and a block gives the same bytes as the whole.
+
+The value of a code is the exact binary32 product `scale * code`. Two encoders produce codes and scales:
+
+* `maxabs` (`MAXABS_F16_RECIP_RNE_V1`): the largest magnitude of a group becomes code qmax. It reproduces published
+  files bit for bit, so the order of its roundings is part of its definition.
+* `search`: tries a fixed list of smaller and larger scales and a least-squares refit per group and keeps the one with
+  the smallest squared error. Same format, same size, less error; ties go to `maxabs`, so it is never worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ContentError, ConvertError, GeometryError, UnknownIdentityError
+
+Q4, Q5, Q6, W8 = "Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "W8G32_F16S"
+BF16, FP32, I32 = "BF16", "FP32", "I32"
+ENCODERS = ("search", "maxabs")
+K_ALIGN, PLANE_ALIGN = 128, 256
+BLOCK_WEIGHTS = 1 << 18  # rows are handled in blocks of about this many weights: temporaries stay in the caches
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One storage format. Direct formats have `group` 0 and hold one word an element."""
+
+    name: str
+    bits: int
+    group: int = 0
+    qmin: int = 0
+    qmax: int = 0  # largest code of the max-abs encoder
+    dtype: torch.dtype = torch.int8
+
+    @property
+    def grouped(self) -> bool:
+        """Whether codes share a scale per group of columns."""
+        return self.group > 0
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of a code kept in the high plane."""
+        return self.bits - 4 if self.grouped and self.bits < 8 else 0
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format(Q4, 4, 64, -8, 7),
+        Format(Q5, 5, 64, -16, 15),
+        Format(Q6, 6, 64, -32, 31),
+        Format(W8, 8, 32, -127, 127),
+        Format(BF16, 16, dtype=torch.bfloat16),
+        Format(FP32, 32, dtype=torch.float32),
+        Format(I32, 32, dtype=torch.int32),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Where the planes of a grouped `[rows, columns]` object lie. Offsets and sizes in bytes; `*_row` are per row."""
+
+    rows: int
+    columns: int
+    k_pad: int
+    groups: int
+    base_row: int
+    high_row: int
+    scale_row: int
+    high_offset: int
+    scale_offset: int
+    nbytes: int
+
+    def spans(self, start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """Byte ranges of rows `start:stop` in the base, high and scale plane."""
+        h, s = self.high_offset, self.scale_offset
+        return (
+            (start * self.base_row, stop * self.base_row),
+            (h + start * self.high_row, h + stop * self.high_row),
+            (s + start * self.scale_row, s + stop * self.scale_row),
+        )
+
+
+def up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def format_of(name: str) -> Format:
+    """Look a format up by its registered name.
+
+    Raises:
+        UnknownIdentityError: the name is not one of `FORMATS`.
+    """
+    found = FORMATS.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise UnknownIdentityError(f"unknown weight format {name!r}; known formats: {', '.join(FORMATS)}")
+    return found
+
+
+def planes(fmt: str, shape: Sequence[int]) -> Planes:
+    """Plane offsets and sizes of a grouped object.
+
+    Raises:
+        GeometryError: the shape is not a matrix, or the format has no planes.
+        UnknownIdentityError: unknown format name.
+    """
+    f = format_of(fmt)
+    if not f.grouped:
+        raise GeometryError(f"{fmt} is stored element by element and has no planes")
+    if len(shape) != 2:
+        raise GeometryError(f"{fmt} stores matrices [rows, columns]; the shape is {list(shape)}")
+    n, k = int(shape[0]), int(shape[1])
+    k_pad = up(k, K_ALIGN)
+    groups = k_pad // f.group
+    base, high, scale = k_pad if f.bits == 8 else k_pad // 2, k_pad * f.high_bits // 8, 2 * groups
+    high_offset = up(n * base, PLANE_ALIGN)
+    scale_offset = high_offset + up(n * high, PLANE_ALIGN)
+    return Planes(n, k, k_pad, groups, base, high, scale, high_offset, scale_offset, scale_offset + n * scale)
+
+
+def payload_bytes(fmt: str, shape: Sequence[int]) -> int:
+    """Stored size in bytes of an object of this format and logical shape.
+
+    Raises:
+        GeometryError: a grouped format with a shape that is not a matrix.
+        UnknownIdentityError: unknown format name.
+    """
+    f = format_of(fmt)
+    return planes(fmt, shape).nbytes if f.grouped else math.prod(shape) * f.bits // 8
+
+
+def row_blocks(rows: int, columns: int, weights: int = BLOCK_WEIGHTS) -> Iterator[tuple[int, int]]:
+    """Split `rows` into ranges of about `weights` elements, at least one row each."""
+    step = max(1, weights // max(1, columns))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+# --- codes and scales ----------------------------------------------------------------------------------------------
+
+
+def quantize(w: torch.Tensor, fmt: str, *, search: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose codes and scales for a matrix.
+
+    Args:
+        w: `[N, K]`, any float type; every value is converted to binary32 first.
+        fmt: a grouped format.
+        search: minimise the squared error per group instead of the published max-abs rule.
+
+    Returns:
+        codes int8 `[N, K_pad]` (padding columns 0) and scales float16 `[N, groups]`, on the device of `w`.
+
+    Raises:
+        ConvertError: a value is NaN or infinite, or too large for a binary16 scale.
+    """
+    p, f = planes(fmt, w.shape), format_of(fmt)
+    codes = torch.empty(p.rows, p.k_pad, dtype=torch.int8, device=w.device)
+    scales = torch.empty(p.rows, p.groups, dtype=torch.float16, device=w.device)
+    for start, stop in row_blocks(p.rows, p.k_pad):
+        x = w[start:stop].float()
+        if p.k_pad != p.columns:
+            x = torch.nn.functional.pad(x, (0, p.k_pad - p.columns))
+        x = x.reshape(-1, f.group)
+        scale, inverse = _maxabs_scales(x, f, start, p.groups)
+        q = _codes(x, inverse, f)
+        if search:
+            q, scale = _search(x, q, scale, f)
+        codes[start:stop] = q.to(torch.int8).view(stop - start, p.k_pad)
+        scales[start:stop] = scale.view(stop - start, p.groups)
+    return codes, scales
+
+
+def _maxabs_scales(x: torch.Tensor, f: Format, row: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Binary16 scale and binary32 reciprocal of every group of `x` `[M, G]`.
+
+    Runs on the CPU whatever the device: accelerators may turn a division by a constant into a multiplication by its
+    reciprocal, which changes the rounding of the scale. It touches one value a group.
+    """
+    peak = x.abs().amax(dim=1).cpu()
+    if not bool(torch.isfinite(peak).all()):
+        bad = int((~torch.isfinite(peak)).nonzero()[0]) // groups
+        raise ConvertError(f"row {row + bad} holds a NaN or an infinity; such a weight cannot be quantized")
+    scale = (peak / torch.full_like(peak, float(f.qmax))).to(torch.float16)
+    scale[(scale == 0) & (peak > 0)] = 2.0**-24  # a group that is not all zero never gets scale 0
+    if bool(torch.isinf(scale).any()):
+        bad = int(torch.isinf(scale).nonzero()[0])
+        raise ConvertError(
+            f"row {row + bad // groups}: magnitude {float(peak[bad]):g} needs a scale above the binary16 limit 65504 "
+            f"in {f.name} (code {f.qmax})"
+        )
+    return scale.to(x.device), _reciprocal(scale).to(x.device)
+
+
+def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """Binary32 reciprocal of binary16 scales on the CPU; 0 for 0."""
+    wide = scale.float()
+    return torch.where(wide > 0, torch.ones_like(wide) / wide, torch.zeros_like(wide))
+
+
+def _codes(x: torch.Tensor, inverse: torch.Tensor, f: Format) -> torch.Tensor:
+    """Codes as whole binary32 numbers: round half to even, then clamp."""
+    return (x * inverse[:, None]).round_().clamp_(f.qmin, f.qmax)
+
+
+# Scales tried, as multiples of the max-abs scale. Below 1 the largest values clip and the rest gets finer; above 1 only
+# shifts the grid, which is worth trying with few levels.
+_FACTORS = (0.70, 0.74, 0.78, 0.82, 0.85, 0.875, 0.90, 0.925, 0.95, 0.975, 1.025, 1.05)
+
+
+def _search(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, f: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of the max-abs result and a fixed list of other scales, by squared error. `x`, `q` `[M, G]`."""
+    best, best_error = scale.float(), _squared_error(x, q, scale.float())
+    first = best
+
+    def consider(candidate: torch.Tensor) -> None:
+        nonlocal best, best_error, q
+        s = candidate.to(torch.float16).float()
+        s = torch.where(torch.isfinite(s) & (s > 0), s, first)
+        codes = _codes(x, _reciprocal(s.cpu()).to(x.device), f)
+        error = _squared_error(x, codes, s)
+        better = error < best_error
+        best, best_error = torch.where(better, s, best), torch.where(better, error, best_error)
+        q = torch.where(better[:, None], codes, q)
+
+    for factor in _FACTORS:
+        consider(first * factor)
+    power = _group_sum(q * q)
+    consider(torch.where(power > 0, _group_sum(x * q) / power.clamp_min(1), first))
+    return q, best.to(torch.float16)
+
+
+def _squared_error(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    difference = torch.addcmul(x, q, scale[:, None], value=-1)
+    return _group_sum(difference.mul_(difference))
+
+
+def _group_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the group axis by halving: the same order on every device, at every block size."""
+    while x.shape[1] > 1:
+        half = x.shape[1] // 2
+        x = x[:, :half] + x[:, half:]
+    return x[:, 0]
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def pack_rows(codes: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes int8 `[n, K_pad]` -> bytes of the base plane `[n, base_row]` and of the high plane (or None)."""
+    f = format_of(fmt)
+    if f.bits == 8:
+        return codes.view(torch.uint8), None
+    codes = codes.contiguous()
+    pairs = codes.view(torch.int16)
+    base = ((pairs & 0x0F) | ((pairs >> 4) & 0xF0)).to(torch.uint8)
+    if f.bits == 5:  # bit 4 of eight bytes, gathered into the top byte by one multiplication
+        bits = (codes.view(torch.int64) >> 4) & 0x0101010101010101
+        return base, ((bits * 0x0102040810204080) >> 56).to(torch.uint8)
+    if f.bits == 6:  # bits 4-5 of four bytes, likewise
+        bits = ((codes.view(torch.int32) >> 4) & 0x03030303).to(torch.int64)
+        return base, ((bits * 0x01041040) >> 24).to(torch.uint8)
+    return base, None
+
+
+def pack(codes: torch.Tensor, scales: torch.Tensor, fmt: str, columns: int | None = None) -> torch.Tensor:
+    """Codes int8 `[N, K_pad]` and scales float16 `[N, groups]` -> payload uint8 `[payload_bytes]`."""
+    p = planes(fmt, (codes.shape[0], columns or codes.shape[1]))
+    out = torch.zeros(p.nbytes, dtype=torch.uint8, device=codes.device)
+    base, high = pack_rows(codes, fmt)
+    b, h, s = p.spans(0, p.rows)
+    out[slice(*b)] = base.reshape(-1)
+    if high is not None:
+        out[slice(*h)] = high.reshape(-1)
+    out[slice(*s)] = scales.contiguous().view(torch.uint8).reshape(-1)
+    return out
+
+
+def unpack(
+    payload: torch.Tensor, fmt: str, shape: Sequence[int], rows: tuple[int, int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Payload uint8 -> codes int8 `[n, K_pad]` and scales float16 `[n, groups]` of a row range (default: all rows)."""
+    p, f = planes(fmt, shape), format_of(fmt)
+    start, stop = rows or (0, p.rows)
+    b, h, s = p.spans(start, stop)
+    n = stop - start
+    base = payload[slice(*b)].view(n, p.base_row)
+    raw = payload[slice(*s)]
+    if raw.storage_offset() % 2:  # a view as binary16 needs an even address
+        raw = raw.clone()
+    scales = raw.view(torch.float16).view(n, p.groups)
+    if f.bits == 8:
+        return base.view(torch.int8), scales
+    u = torch.stack((base & 0x0F, base >> 4), dim=2).view(n, p.k_pad)
+    if f.high_bits:
+        per_byte = 8 // f.high_bits
+        shifts = torch.arange(per_byte, dtype=torch.uint8, device=u.device) * f.high_bits
+        high = (payload[slice(*h)].view(n, p.high_row, 1) >> shifts) & (2**f.high_bits - 1)
+        u = u | (high << 4).view(n, p.k_pad)
+    sign = 1 << (f.bits - 1)
+    return ((u ^ sign).to(torch.int8) - sign), scales
+
+
+def encode(w: torch.Tensor, fmt: str, *, search: bool = False) -> torch.Tensor:
+    """Encode a tensor.
+
+    Args:
+        w: grouped formats: `[N, K]` of any float type. BF16, FP32, I32: any shape; the dtype must already be the one
+            stored, except that BF16 widens to FP32, because that is exact.
+        fmt: a name of `FORMATS`.
+        search: see `quantize`; ignored by direct formats, which store values unchanged.
+
+    Returns:
+        payload uint8 `[payload_bytes(fmt, w.shape)]`.
+
+    Raises:
+        ConvertError: a value or dtype the format cannot hold.
+    """
+    f = format_of(fmt)
+    if f.grouped:
+        codes, scales = quantize(w, fmt, search=search)
+        return pack(codes, scales, fmt, w.shape[1])
+    if w.dtype != f.dtype and not (f.name == FP32 and w.dtype == torch.bfloat16):
+        raise ConvertError(f"{fmt} stores {f.dtype}; a tensor of {w.dtype} would have to be rounded")
+    return w.to(f.dtype).contiguous().reshape(-1).view(torch.uint8)
+
+
+def decode(
+    payload: torch.Tensor,
+    fmt: str,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    rows: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Decode a payload.
+
+    Grouped values are the binary32 products `scale * code`, then converted to `dtype`. Direct float formats are
+    converted to `dtype`; I32 stays int32 whatever `dtype` says.
+
+    Args:
+        payload: uint8 `[payload_bytes(fmt, shape)]`, on any device.
+        fmt: a name of `FORMATS`.
+        shape: the logical shape.
+        dtype: of the result.
+        rows: grouped formats only: decode this row range.
+
+    Returns:
+        The tensor in its logical shape (`[rows, K]` for a row range).
+    """
+    f = format_of(fmt)
+    if payload.numel() != payload_bytes(fmt, shape):
+        raise GeometryError(f"{fmt} {list(shape)} takes {payload_bytes(fmt, shape):,} bytes, got {payload.numel():,}")
+    if not f.grouped:
+        if payload.storage_offset() % (f.bits // 8):
+            payload = payload.clone()
+        values = payload.view(f.dtype).view(tuple(shape))
+        return values if f.name == I32 else values.to(dtype)
+    p = planes(fmt, shape)
+    first, last = rows or (0, p.rows)
+    out = torch.empty(last - first, p.columns, dtype=dtype, device=payload.device)
+    for a, b in row_blocks(last - first, p.k_pad):
+        codes, scales = unpack(payload, fmt, shape, (first + a, first + b))
+        values = codes.view(b - a, p.groups, f.group).float() * scales.float()[:, :, None]
+        out[a:b] = values.view(b - a, p.k_pad)[:, : p.columns]
+    return out
+
+
+def check(payload: torch.Tensor, fmt: str, shape: Sequence[int], name: str = "object") -> None:
+    """Check the stored values of a grouped payload (direct formats allow every bit pattern).
+
+    Raises:
+        ContentError: a scale is negative, -0, infinite or NaN; a W8 code is -128; a code is not 0 where its scale is 0
+            or in a padding column; a padding group has a scale; bytes between planes are not 0.
+    """
+    f = format_of(fmt)
+    if not f.grouped:
+        return
+    p = planes(fmt, shape)
+    for what, a, b in (
+        ("base", p.rows * p.base_row, p.high_offset),
+        ("high", p.high_offset + p.rows * p.high_row, p.scale_offset),
+    ):
+        if bool(payload[a:b].any()):
+            raise ContentError(f"{name}: bytes after the {what} plane ({a:,} to {b:,}) are not zero")
+    real_groups = up(p.columns, f.group) // f.group
+    for start, stop in row_blocks(p.rows, p.k_pad, 16 * BLOCK_WEIGHTS):
+        codes, scales = unpack(payload, fmt, shape, (start, stop))
+        words = scales.view(torch.int16)
+        bad = (words < 0) | (words >= 0x7C00)
+        if bool(bad.any()):
+            row, group = (int(i) for i in bad.nonzero()[0])
+            word = int(words[row, group]) & 0xFFFF
+            raise ContentError(f"{name}: row {start + row}, group {group}: scale word {word:04x} is not +0 or positive")
+        if f.bits == 8 and bool((codes == -128).any()):
+            raise ContentError(f"{name}: a code of rows {start} to {stop - 1} is -128, outside the W8 range -127..127")
+        orphan = (codes.view(stop - start, p.groups, f.group) != 0).any(dim=2) & (words == 0)
+        if bool(orphan.any()):
+            row, group = (int(i) for i in orphan.nonzero()[0])
+            raise ContentError(f"{name}: row {start + row}, group {group}: codes are not 0 although the scale is 0")
+        if bool(codes[:, p.columns :].any()) or bool(words[:, real_groups:].any()):
+            raise ContentError(f"{name}: padding columns from {p.columns} on hold codes or scales")
