@@ -1,0 +1,1 @@
+"""The command line and the servers of ninfer: clients of `ninfer_core` that use its public names only."""

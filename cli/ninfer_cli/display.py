@@ -1,0 +1,226 @@
+"""What reaches the terminal: answer on stdout, everything else on stderr, and no escape code where none belongs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TextIO
+
+DIM, RESET, CLEAR_LINE = "\x1b[2m", "\x1b[0m", "\r\x1b[K"
+
+# Models can emit any byte; on a terminal control characters would move the cursor or change its mode, so they are
+# shown as Unicode control pictures. Files and pipes get them unchanged.
+_VISIBLE = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)} | {127: "\u2421"}
+_VISIBLE |= {code: f"\\x{code:02x}" for code in range(128, 160)}
+
+
+class OutputClosedError(Exception):
+    """The reader of stdout went away (`| head -1`): not an error, only the end."""
+
+
+class Console:
+    """The two output streams and what each of them can show.
+
+    `styled_out` and `styled_err` say whether escape codes may be written: only to a terminal, and not under
+    `NO_COLOR` (any value but the empty one) or `TERM=dumb`.
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self.out = sys.stdout if out is None else out
+        self.err = sys.stderr if err is None else err
+        plain = bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
+        self.out_is_terminal = self.out.isatty()
+        self.err_is_terminal = self.err.isatty()
+        self.styled_out = self.out_is_terminal and not plain
+        self.styled_err = self.err_is_terminal and not plain
+
+    def write(self, text: str) -> None:
+        """Answer text to stdout, at once.
+
+        Raises:
+            OutputClosedError: nobody reads stdout any more.
+        """
+        _write(self.out, text.translate(_VISIBLE) if self.out_is_terminal else text)
+
+    def style(self, code: str) -> None:
+        """An escape code to stdout, where stdout can show it."""
+        if self.styled_out:
+            _write(self.out, code)
+
+    def line(self, text: str = "") -> None:
+        """One line to stdout."""
+        self.write(text + "\n")
+
+    def note(self, text: str) -> None:
+        """One line to stderr."""
+        self.error_text(text + "\n")
+
+    def error_text(self, text: str) -> None:
+        """Text to stderr as it is; a closed stderr is not worth an error."""
+        try:
+            self.err.write(text.translate(_VISIBLE) if self.err_is_terminal else text)
+            self.err.flush()
+        except (OSError, ValueError):
+            return
+
+    def json(self, value: Any) -> None:
+        """One JSON document to stdout."""
+        self.line(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            encoding = stream.encoding or "ascii"
+            stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        raise OutputClosedError from None
+
+
+class AnswerView:
+    """Shows one streamed answer: text on stdout; thinking dim on a terminal, else dropped or on stderr.
+
+    `show_thinking` None: shown on a terminal only; True: on stderr too when stdout is not a terminal; False: never.
+    """
+
+    def __init__(self, console: Console, *, show_thinking: bool | None = None) -> None:
+        self.console = console
+        self._to_out = console.out_is_terminal and show_thinking is not False
+        self._to_err = not console.out_is_terminal and show_thinking is True
+        self._thinking = False
+        self._last_out = ""
+        self._last_err = ""
+
+    def reasoning(self, text: str) -> None:
+        """More of the think block."""
+        if not text:
+            return
+        if self._to_out:
+            if not self._thinking:
+                self._thinking = True
+                self.console.style(DIM)
+                if not self.console.styled_out:
+                    self.console.write("[thinking]\n")
+            self.console.write(text)
+            self._last_out = text
+        elif self._to_err:
+            self.console.error_text(text)
+            self._last_err = text
+
+    def text(self, text: str) -> None:
+        """More of the answer."""
+        if not text:
+            return
+        self._leave_thinking("[answer]\n")
+        self.console.write(text)
+        self._last_out = text
+
+    def tool_call(self, line: str) -> None:
+        """A complete tool call, as one JSON line."""
+        self._leave_thinking("[answer]\n")
+        self._end_line()
+        self.console.line(line)
+        self._last_out = "\n"
+
+    def end(self) -> None:
+        """Leave both streams at the start of a line and without style."""
+        self._leave_thinking("")
+        self._end_line()
+
+    def _leave_thinking(self, marker: str) -> None:
+        if self._thinking:
+            self._thinking = False
+            self.console.style(RESET)
+            self._end_line()
+            if not self.console.styled_out:
+                self.console.write(marker)
+            elif marker:
+                self.console.write("\n")
+        if self._last_err and not self._last_err.endswith("\n"):
+            self.console.error_text("\n")
+            self._last_err = "\n"
+
+    def _end_line(self) -> None:
+        if self._last_out and not self._last_out.endswith("\n"):
+            self.console.write("\n")
+            self._last_out = "\n"
+
+
+class Progress:
+    """Progress of one long step on stderr: a redrawn line on a terminal, else a plain line every few seconds.
+
+    Use as a context manager. `quiet` shows nothing. `unit` names what is counted.
+    """
+
+    REDRAW, PLAIN = 0.1, 5.0
+
+    def __init__(self, console: Console, label: str, *, quiet: bool = False, unit: str = "bytes") -> None:
+        self._console, self._label, self._quiet, self._unit = console, label, quiet, unit
+        self._live = console.styled_err
+        self._shown = False
+        # The first plain line comes after a full interval: a step that ends sooner needs none.
+        self._next = time.monotonic() + (0.0 if self._live else self.PLAIN)
+
+    def __enter__(self) -> Progress:
+        if not self._quiet and self._live:
+            self._console.err.write(f"{CLEAR_LINE}{self._label} ...")
+            self._console.err.flush()
+            self._shown = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._shown and self._live:
+            self._console.err.write(CLEAR_LINE)
+            self._console.err.flush()
+
+    def update(self, done: int, total: int, detail: str = "") -> None:
+        """Report `done` of `total` (0: unknown); drawn at a bounded rate."""
+        now = time.monotonic()
+        if self._quiet or now < self._next:
+            return
+        self._next = now + (self.REDRAW if self._live else self.PLAIN)
+        amount = f"{size(done)} of {size(total)}" if self._unit == "bytes" else f"{done:,} of {total:,} {self._unit}"
+        share = f"{100 * done / total:3.0f} %  " if total else ""
+        text = f"{self._label}  {share}{amount}" + (f"  {detail}" if detail else "")
+        if self._live:
+            filled = round(24 * done / total) if total else 0
+            bar = f"[{'#' * filled}{'.' * (24 - filled)}] "
+            self._console.err.write(CLEAR_LINE + f"{self._label} {bar}{share}{amount}  {detail}"[:100])
+            self._console.err.flush()
+            self._shown = True
+        else:
+            self._console.note(text)
+
+
+def size(count: float) -> str:
+    """A byte count for people, in powers of 1000: `17.5 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def ago(seconds: float) -> str:
+    """A time span for people: `3 hours ago`."""
+    for unit, length in (("year", 31_536_000), ("month", 2_592_000), ("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+    """Text columns two spaces apart; the columns in `right` are right-aligned."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,78 @@
+"""Exit codes, and the one place where an error becomes a code and one line on stderr."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+
+from ninfer_core import errors
+
+OK, INTERNAL, USAGE, UNKNOWN_MODEL, SERVER, DEVICE, ARTIFACT, DISK = range(8)
+INTERRUPTED, TERMINATED = 130, 143
+
+TABLE = {
+    OK: "done",
+    INTERNAL: "internal error",
+    USAGE: "wrong usage, request or setting",
+    UNKNOWN_MODEL: "model unknown or not installed",
+    SERVER: "the engine or server refused or failed the request",
+    DEVICE: "no usable device, or the model does not fit",
+    ARTIFACT: "a model artifact or checkpoint is damaged, foreign or fails its digest",
+    DISK: "not enough disk space",
+    INTERRUPTED: "interrupted (SIGINT)",
+    TERMINATED: "terminated (SIGTERM)",
+}
+
+# First match counts, so special classes come before their bases.
+_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (errors.ModelNotFoundError, UNKNOWN_MODEL),
+    (errors.DiskSpaceError, DISK),
+    (errors.DownloadError, ARTIFACT),
+    (errors.ArtifactError, ARTIFACT),
+    (errors.ConvertError, ARTIFACT),
+    (errors.MemoryPlanError, DEVICE),
+    (errors.DeviceError, DEVICE),
+    (errors.InvalidRequestError, USAGE),
+    (errors.MissingDependencyError, USAGE),
+    (errors.EngineError, SERVER),
+)
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of an error class; 1 for everything that is not an expected error."""
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DISK
+    # A path the user named that cannot be opened is the user's to fix; an OSError without a path is not.
+    if isinstance(error, OSError) and error.filename is not None:
+        return USAGE
+    return INTERNAL
+
+
+def text_of(error: BaseException) -> str:
+    """The error as the user sees it, without a traceback."""
+    if isinstance(error, errors.NinferError):
+        return error.message
+    if isinstance(error, OSError) and code_of(error) != INTERNAL:
+        where = f": {error.filename}" if error.filename is not None else ""
+        return f"{(error.strerror or str(error)).lower()}{where}"
+    return (
+        f"internal error: {type(error).__name__}: {error} "
+        "(this is a bug: please report it in the issue tracker of the project, with what NINFER_DEBUG=1 prints)"
+    )
+
+
+def flag(environ: Mapping[str, str], name: str) -> bool:
+    """A yes/no environment variable.
+
+    Raises:
+        InvalidRequestError: the value is neither.
+    """
+    value = environ.get(name, "").strip().casefold()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    raise errors.InvalidRequestError(f"{name}={environ[name]!r} is not a yes/no value; use 1 or 0", param=name)

@@ -1,0 +1,349 @@
+"""The command line: every command with its options, the environment, and errors turned into exit codes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+
+from ninfer_core import __version__
+from ninfer_core.errors import InvalidRequestError
+
+from . import exits
+from .chat import PARAMETERS, Settings, check_parameter
+from .display import Console, OutputClosedError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_EXIT_HELP = "Exit codes: " + "; ".join(f"{code} {text}" for code, text in exits.TABLE.items()) + "."
+_ENV_HELP = (
+    "Environment: NINFER_MODELS (folder of artifacts), NINFER_CONTEXT_LENGTH, NINFER_NOHISTORY, "
+    "NINFER_DEBUG=1 (tracebacks), NO_COLOR, TERM=dumb."
+)
+
+
+def _typer(*, completion: bool) -> typer.Typer:
+    # Rich help would triple the start-up time, and colours in help are not worth that.
+    return typer.Typer(
+        name="ninfer",
+        help="Run Qwen3.6-27B and Qwen3.6-35B-A3B on one GPU; `ninfer run demo` runs a tiny model on any machine.",
+        epilog=f"{_ENV_HELP}\n\n{_EXIT_HELP}",
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        add_completion=completion,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    )
+
+
+app = _typer(completion=False)
+
+
+class Encoder(StrEnum):
+    """How scales are chosen when weights are quantized."""
+
+    search = "search"
+    maxabs = "maxabs"
+
+
+class Form(StrEnum):
+    """What an artifact looks like on disk."""
+
+    safetensors = "safetensors"
+    ninfer = "ninfer"
+
+
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a command: its errors become one line on stderr and an exit code; `NINFER_DEBUG=1` adds the traceback."""
+
+    @functools.wraps(command)
+    def inner(*args: P.args, **kwargs: P.kwargs) -> R:
+        debug = True
+        try:
+            debug = exits.flag(os.environ, "NINFER_DEBUG")
+            return command(*args, **kwargs)
+        except OutputClosedError:
+            _drop_stdout()
+            raise typer.Exit(exits.OK) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(exits.INTERRUPTED) from None
+        except Exception as error:
+            if type(error).__module__.startswith(("typer", "click")):
+                raise
+            if debug and not isinstance(error, InvalidRequestError):
+                import traceback
+
+                traceback.print_exc()
+            sys.stderr.write(f"error: {exits.text_of(error)}\n")
+            raise typer.Exit(exits.code_of(error)) from None
+
+    return inner
+
+
+def _drop_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not complain about the closed pipe."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"ninfer {__version__}")
+        raise typer.Exit
+
+
+def _help(context: typer.Context, value: bool) -> None:
+    if value:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+# For the commands that must answer at once: typer's own help option makes it import pydantic for every call.
+FastHelp = Annotated[
+    bool, typer.Option("--help", "-h", callback=_help, is_eager=True, help="Show this message and exit.")
+]
+
+
+@app.callback(add_help_option=False)
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    show_help: FastHelp = False,
+) -> None:
+    """Run Qwen3.6-27B and Qwen3.6-35B-A3B on one GPU; `ninfer run demo` runs a tiny model on any machine."""
+
+
+def _complete_model(incomplete: str) -> list[str]:
+    from ninfer_core import store
+
+    try:
+        return [entry.name for entry in store.installed() if entry.name.startswith(incomplete)]
+    except Exception:
+        return []  # a shell completion has no place to show an error
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Name (qwen3.6:27b, qwen3.6:35b-a3b, demo) or path of an artifact.",
+        autocompletion=_complete_model,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
+
+
+def _parameter(name: str) -> Any:
+    """The option of a generation parameter, with the help that the interactive prompt shows too."""
+    text = PARAMETERS[name].help
+    return typer.Option("--" + name.replace("_", "-"), help=f"{text[0].upper()}{text[1:]}.")
+
+
+@app.command()
+@guarded
+def run(
+    context: typer.Context,
+    model: Model,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to answer; `-` reads it from stdin. Without it: a conversation.")
+    ] = None,
+    messages: Annotated[
+        Path | None, typer.Option(help="JSON file with a conversation to continue.", metavar="FILE")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    think: Annotated[
+        bool | None, typer.Option("--think/--no-think", help="Let the model think first. [default: the model's own]")
+    ] = None,
+    show_thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--show-thinking/--hide-thinking",
+            help="Show the thinking; on stderr where stdout is not a terminal. [default: on a terminal only]",
+        ),
+    ] = None,
+    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Image for the prompt; repeatable.")] = None,
+    video: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Video for the prompt; repeatable.")] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON file with function tools; calls are printed as JSON lines."),
+    ] = None,
+    temperature: Annotated[float | None, _parameter("temperature")] = None,
+    top_p: Annotated[float | None, _parameter("top_p")] = None,
+    top_k: Annotated[int | None, _parameter("top_k")] = None,
+    min_p: Annotated[float | None, _parameter("min_p")] = None,
+    presence_penalty: Annotated[float | None, _parameter("presence_penalty")] = None,
+    frequency_penalty: Annotated[float | None, _parameter("frequency_penalty")] = None,
+    repetition_penalty: Annotated[float | None, _parameter("repetition_penalty")] = None,
+    seed: Annotated[int | None, _parameter("seed")] = None,
+    max_tokens: Annotated[int | None, _parameter("max_tokens")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=0, max=5, help="Tokens to draft per round; changes speed, never the answer.")
+    ] = None,
+    context_length: Annotated[
+        int | None,
+        typer.Option("--context", min=1, envvar="NINFER_CONTEXT_LENGTH", help="Longest prompt plus answer, in tokens."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu ... [default: the first GPU, else cpu]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Figures of each answer on stderr.")] = False,
+    stats_json: Annotated[
+        Path | None, typer.Option("--stats-json", metavar="FILE", help="Write the figures to this file.")
+    ] = None,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", envvar="NINFER_NOHISTORY", help="Keep no history file.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Answer a prompt, or talk. stdout carries the answer alone; text on stdin goes in front of PROMPT."""
+    from . import run as command
+    from .inputs import read_tools
+
+    parameters: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "max_tokens": max_tokens,
+    }
+    parameters = {name: value for name, value in parameters.items() if value is not None}
+    for name, value in [*parameters.items(), *(("stop", text) for text in stop or ())]:
+        check_parameter(name, value)
+    if stop:
+        parameters["stop"] = tuple(stop)
+    options = command.RunOptions(
+        model=model,
+        prompt=prompt,
+        messages=messages,
+        images=image or [],
+        videos=video or [],
+        settings=Settings(system, think, parameters, read_tools(tools) if tools else ()),
+        load=command.LoadOptions(context_length, draft_tokens, device, threads),
+        show_thinking=show_thinking,
+        verbose=verbose,
+        quiet=quiet,
+        stats_json=stats_json,
+        no_history=no_history,
+    )
+    loader = context.obj or command.load_engine
+    raise typer.Exit(command.run(options, Console(os.environ), os.environ, loader))
+
+
+@app.command("list", add_help_option=False)
+@guarded
+def list_models(as_json: AsJson = False, show_help: FastHelp = False) -> None:
+    """List the models on this machine. Also: ls."""
+    from . import commands
+
+    commands.list_models(Console(os.environ), os.environ, as_json=as_json)
+
+
+app.command("ls", hidden=True, add_help_option=False)(list_models)
+
+
+@app.command()
+@guarded
+def show(
+    model: Model,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template alone.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a model can do, how it is stored and what its files are."""
+    from . import commands
+
+    commands.show(model, Console(os.environ), os.environ, template=template, as_json=as_json)
+
+
+@app.command()
+@guarded
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .ninfer file or an artifact folder, of any model.", exists=True)],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything: digests, scales, padding.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """List the objects of an artifact with shapes, formats and bytes."""
+    from . import commands
+
+    commands.inspect(file, Console(os.environ), verify=verify, as_json=as_json, quiet=quiet)
+
+
+@app.command()
+@guarded
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", exists=True, file_okay=False)],
+    destination: Annotated[Path, typer.Argument(help="The artifact to make; must not exist.")],
+    recipe: Annotated[
+        str | None, typer.Option(help="Which format each matrix gets. [default: the model's own]")
+    ] = None,
+    encoder: Annotated[
+        Encoder, typer.Option(help="How scales are chosen; search is slower and closer.")
+    ] = Encoder.search,
+    counts: Annotated[
+        Path | None, typer.Option(metavar="FILE", exists=True, help="Token counts that choose the draft head's words.")
+    ] = None,
+    form: Annotated[Form, typer.Option(help="What to write.")] = Form.safetensors,
+    quiet: Quiet = False,
+) -> None:
+    """Quantize a checkpoint into an artifact."""
+    from . import commands
+
+    commands.convert(
+        source,
+        destination,
+        Console(os.environ),
+        recipe=recipe,
+        encoder=encoder.value,
+        counts=counts,
+        form=form.value,
+        quiet=quiet,
+    )
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    # An exception rather than an exit: the engine is closed and partial files are removed on the way out.
+    raise SystemExit(exits.TERMINATED)
+
+
+def _program(argv: list[str]) -> typer.Typer:
+    """The app, with the completion options only where they can matter: parsing them costs a third of a second."""
+    first = argv[0] if argv else "--help"
+    if not first.startswith("-") and "_NINFER_COMPLETE" not in os.environ:
+        return app
+    full = _typer(completion=True)
+    full.registered_callback, full.registered_commands = app.registered_callback, app.registered_commands
+    return full
+
+
+def main(argv: list[str] | None = None, *, loader: Any = None) -> None:
+    """The entry point; never returns. `loader` replaces how an engine is loaded (tests play scripted ones)."""
+    signal.signal(signal.SIGTERM, _terminate)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        _program(sys.argv[1:] if argv is None else argv)(args=argv, obj=loader, prog_name="ninfer")
+    except KeyboardInterrupt:
+        sys.exit(exits.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""`ninfer run`: find the model, load it, then answer once or talk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ninfer_core import __version__, store
+from ninfer_core.errors import InvalidRequestError
+from ninfer_core.types import Message
+
+from . import exits
+from .answer import Turn, statistics, statistics_lines, take_turn
+from .chat import Chat, Settings
+from .display import AnswerView, Console, Progress
+from .inputs import read_messages, user_message
+
+if TYPE_CHECKING:
+    from ninfer_core import Engine
+
+# After this many seconds without a byte on stdin, say what the program waits for.
+_STDIN_PATIENCE = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the user said about the engine; None leaves the engine's own default."""
+
+    context: int | None = None
+    draft_tokens: int | None = None
+    device: str | None = None
+    threads: int | None = None
+
+
+Loader = Callable[[str, Path, LoadOptions], "Engine"]
+
+
+@dataclass(slots=True)
+class RunOptions:
+    """Everything `ninfer run` was told."""
+
+    model: str
+    prompt: str | None = None
+    messages: Path | None = None
+    images: list[Path] = field(default_factory=list)
+    videos: list[Path] = field(default_factory=list)
+    settings: Settings = field(default_factory=Settings)
+    load: LoadOptions = LoadOptions()
+    show_thinking: bool | None = None
+    verbose: bool = False
+    quiet: bool = False
+    stats_json: Path | None = None
+    no_history: bool = False
+
+
+def load_engine(name: str, path: Path, options: LoadOptions) -> Engine:
+    """Load the artifact at `path` in this process."""
+    from ninfer_core.engine import Engine
+
+    chosen = {
+        "context_length": options.context,
+        "draft_tokens": options.draft_tokens,
+        "device": options.device,
+        "threads": options.threads,
+    }
+    return Engine.load(str(path), **{key: value for key, value in chosen.items() if value is not None})
+
+
+def run(options: RunOptions, console: Console, environ: Mapping[str, str], loader: Loader = load_engine) -> int:
+    """The command. All that can be wrong with the input is found before the model is loaded; returns the exit code.
+
+    Raises:
+        NinferError: as the steps do.
+        KeyboardInterrupt: Ctrl-C before or after the answer.
+    """
+    path = store.resolve(options.model, environ)
+    interactive = options.prompt is None and options.messages is None and sys.stdin.isatty()
+    if interactive and not console.out_is_terminal:
+        raise InvalidRequestError("give a PROMPT: a conversation needs a terminal, and stdout is not one")
+    if interactive and (options.settings.tools or options.stats_json or options.images or options.videos):
+        raise InvalidRequestError("--tools, --image, --video and --stats-json need a PROMPT or --messages")
+    messages = () if interactive else _one_shot_messages(options, console)
+    if options.stats_json is not None and not options.stats_json.absolute().parent.is_dir():
+        raise InvalidRequestError(f"--stats-json: there is no folder {options.stats_json.absolute().parent}")
+    name = store.canonical(options.model) if path != Path(options.model) else path.stem
+    with _loaded(name, path, options, console, loader) as (engine, seconds):
+        if interactive:
+            return _converse(engine, name, path, options, console, environ, seconds)
+        return _answer_once(engine, name, messages, options, console, seconds)
+
+
+@contextlib.contextmanager
+def _loaded(
+    name: str, path: Path, options: RunOptions, console: Console, loader: Loader
+) -> Iterator[tuple[Engine, float]]:
+    start = time.monotonic()
+    with Progress(console, f"loading {name}", quiet=options.quiet):
+        engine = loader(name, path, options.load)
+    try:
+        yield engine, time.monotonic() - start
+    finally:
+        engine.close()
+
+
+def _one_shot_messages(options: RunOptions, console: Console) -> tuple[Message, ...]:
+    """The conversation of a one-shot run: the file, then the text of stdin and the argument as one user turn."""
+    messages: tuple[Message, ...] = ()
+    if options.messages is not None:
+        messages = read_messages(options.messages)
+    parts = []
+    if options.prompt == "-" or (options.messages is None and not sys.stdin.isatty()):
+        parts.append(_read_stdin(console, options))
+    if options.prompt is not None and options.prompt != "-":
+        parts.append(options.prompt)
+    text = "\n\n".join(part for part in parts if part.strip())
+    if text:
+        return (*messages, user_message(text, _existing(options.images), _existing(options.videos)))
+    if not messages:
+        raise InvalidRequestError("the prompt is empty: give a PROMPT, --messages FILE, or text on stdin")
+    if options.images or options.videos:
+        raise InvalidRequestError("--image and --video belong to a PROMPT; put them into the file for --messages")
+    return messages
+
+
+def _existing(paths: list[Path]) -> list[Path]:
+    for path in paths:
+        path.open("rb").close()
+    return paths
+
+
+def _read_stdin(console: Console, options: RunOptions) -> str:
+    """All of stdin. A pipe that nobody writes to would look like a hang, so the wait is announced."""
+
+    def announce() -> None:
+        console.note("waiting for text on stdin (end it with Ctrl-D, or run with < /dev/null)")
+
+    timer = threading.Timer(_STDIN_PATIENCE, announce)
+    timer.daemon = True
+    if not options.quiet:
+        timer.start()
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig").strip("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the text on stdin is not UTF-8 (byte {error.start})") from None
+    finally:
+        timer.cancel()
+
+
+def _answer_once(
+    engine: Engine,
+    name: str,
+    messages: tuple[Message, ...],
+    options: RunOptions,
+    console: Console,
+    load_seconds: float,
+) -> int:
+    request = options.settings.request(messages)
+    turn = take_turn(engine, request, AnswerView(console, show_thinking=options.show_thinking))
+    stats = statistics(turn, load_seconds)
+    if options.verbose:
+        for line in statistics_lines(stats):
+            console.note(line)
+    if options.stats_json is not None:
+        record = {"model": name, "version": __version__, **stats}
+        options.stats_json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if not (options.quiet or options.verbose):
+        _say_if_cut(turn, console)
+    return exits.INTERRUPTED if turn.interrupted else exits.OK
+
+
+def _say_if_cut(turn: Turn, console: Console) -> None:
+    if turn.completion.finish_reason == "length":
+        count = turn.completion.usage.completion_tokens
+        thinking = " while still thinking" if turn.message.reasoning and not turn.message.text else ""
+        console.note(
+            f"note: the answer was cut after {count} tokens{thinking} (--max-tokens or the context is used up)"
+        )
+
+
+def _converse(
+    engine: Engine,
+    name: str,
+    path: Path,
+    options: RunOptions,
+    console: Console,
+    environ: Mapping[str, str],
+    load_seconds: float,
+) -> int:
+    from .line_editor import Editor, PlainReader, Reader
+    from .repl import Repl
+
+    repl = Repl(
+        engine,
+        Chat(options.settings),
+        console,
+        name=name,
+        source=str(path),
+        verbose=options.verbose,
+        show_thinking=options.show_thinking,
+        load_seconds=load_seconds,
+    )
+    reader: Reader
+    if environ.get("TERM") == "dumb":
+        reader = PlainReader()
+    else:
+        history: Any = None if options.no_history else store.history_path(environ)
+        reader = Editor(repl.words, history, colour=not environ.get("NO_COLOR"))
+    return repl.run(reader)

@@ -1,0 +1,353 @@
+"""Model names and the artifacts on this machine: what is installed, where it lies, and which name means which file.
+
+A name is resolved without reading weights and without torch, so listing and completing names is instant. Only the
+directory of a `.ninfer` file or the manifest of an artifact directory is read: enough to tell a finished artifact
+from one whose copy or download was cut short. Reading the objects themselves is the business of `artifact`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import (
+    ArtifactError,
+    DirectoryError,
+    FramingError,
+    GeometryError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+
+_MAGIC = b"NINFER\x00\x01"
+_ALIGNMENT = 4096
+_DIRECTORY_CAP = 64 << 20
+MANIFEST, _MANIFEST_FORM, _MANIFEST_VERSION = "manifest.json", "ninfer-artifact", 1
+_TEMPORARY = (".tmp", ".part", ".partial", ".incomplete")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model this engine is made for; `repository` and `file` name its published artifact, `checkpoint` its origin."""
+
+    name: str
+    model_id: str
+    aliases: tuple[str, ...]
+    licence: str
+    checkpoint: str = ""
+    repository: str = ""
+    file: str = ""
+
+
+KNOWN = (
+    KnownModel(
+        "qwen3.6:27b",
+        "qwen3.6-27b",
+        ("qwen3.6-27b", "qwen3_6_27b", "qwen/qwen3.6-27b", "neroued/qwen3.6-27b-ninfer"),
+        "Apache-2.0",
+        "Qwen/Qwen3.6-27B",
+        "neroued/Qwen3.6-27B-NInfer",
+        "qwen3_6_27b.ninfer",
+    ),
+    KnownModel(
+        "qwen3.6:35b-a3b",
+        "qwen3.6-35b-a3b",
+        ("qwen3.6-35b-a3b", "qwen3_6_35b_a3b", "qwen/qwen3.6-35b-a3b", "neroued/qwen3.6-35b-a3b-ninfer"),
+        "Apache-2.0",
+        "Qwen/Qwen3.6-35B-A3B",
+        "neroued/Qwen3.6-35B-A3B-NInfer",
+        "qwen3_6_35b_a3b.ninfer",
+    ),
+    KnownModel("demo", "ninfer-demo", ("ninfer-demo",), "Apache-2.0"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One artifact on disk. `size` in bytes, `modified` in seconds since the epoch.
+
+    `form` is "ninfer" (one file) or "safetensors" (a directory). `digest` is the sha256 of the artifact's own
+    directory or manifest: an identity that is cheap to compute, not a check of the payload. `problem` is empty for a
+    usable artifact and otherwise says why it is not.
+    """
+
+    name: str
+    path: Path
+    size: int
+    model_id: str
+    modified: float
+    form: str
+    digest: str
+    problem: str = ""
+
+    @property
+    def known(self) -> KnownModel | None:
+        """What this project knows about the model, or None for a private one."""
+        return next((model for model in KNOWN if model.model_id == self.model_id), None)
+
+
+def demo_path() -> Path:
+    """Where the demo artifact lies inside the package."""
+    return Path(__file__).with_name("demo") / "artifact"
+
+
+def models_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of this project's own artifacts: `NINFER_MODELS`, else `ninfer/models` in the user's cache.
+
+    Raises:
+        InvalidRequestError: `NINFER_MODELS` is relative, or names something that is not a folder.
+    """
+    env = os.environ if environ is None else environ
+    value = env.get("NINFER_MODELS", "")
+    if not value:
+        return _cache_home(env) / "ninfer" / "models"
+    path = Path(value).expanduser()
+    if not path.is_absolute():
+        raise InvalidRequestError(
+            f"NINFER_MODELS={value!r} is a relative path; give an absolute one", param="NINFER_MODELS"
+        )
+    if path.exists() and not path.is_dir():
+        raise InvalidRequestError(
+            f"NINFER_MODELS={value!r} is a file; it must name the folder that holds the artifacts",
+            param="NINFER_MODELS",
+        )
+    return path
+
+
+def history_path(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the interactive prompt keeps its history: `ninfer/history` in the user's state folder."""
+    env = os.environ if environ is None else environ
+    base = env.get("XDG_STATE_HOME", "")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "ninfer" / "history"
+
+
+def _cache_home(env: Mapping[str, str]) -> Path:
+    base = env.get("XDG_CACHE_HOME", "")
+    return Path(base) if base else Path.home() / ".cache"
+
+
+def _hub_dir(env: Mapping[str, str]) -> Path:
+    """The hub cache, by the same rules as huggingface_hub (whose import would cost more than the listing)."""
+    if env.get("HF_HUB_CACHE"):
+        return Path(env["HF_HUB_CACHE"]).expanduser()
+    if env.get("HF_HOME"):
+        return Path(env["HF_HOME"]).expanduser() / "hub"
+    return _cache_home(env) / "huggingface" / "hub"
+
+
+def canonical(name: str) -> str:
+    """The canonical form of a model name: case and `:latest` dropped, aliases replaced."""
+    plain = name.strip().casefold().removesuffix(":latest")
+    for model in KNOWN:
+        if plain in (model.name, *model.aliases):
+            return model.name
+    return plain
+
+
+def installed(environ: Mapping[str, str] | None = None) -> list[ModelEntry]:
+    """Every usable artifact of this machine, one entry per name, in the order of names.
+
+    The models folder comes before the hub cache (which is not looked at when `NINFER_MODELS` is set); where a name is
+    found twice the first one counts, so a name always means the same file as `resolve` gives.
+    """
+    entries: dict[str, ModelEntry] = {}
+    for entry in survey(environ):
+        if not entry.problem:
+            entries.setdefault(entry.name, entry)
+    return sorted(entries.values(), key=lambda entry: entry.name)
+
+
+def survey(environ: Mapping[str, str] | None = None) -> list[ModelEntry]:
+    """All artifacts found, broken and unfinished ones (with `problem` set) included, in the order of precedence."""
+    env = os.environ if environ is None else environ
+    found: list[ModelEntry] = []
+    if demo_path().is_dir():
+        found.append(inspect_path(demo_path(), "demo"))
+    folders = [models_dir(env)] if env.get("NINFER_MODELS") else [models_dir(env), *_snapshots(_hub_dir(env))]
+    for folder in folders:
+        found.extend(inspect_path(path, "") for path in _candidates(folder))
+    return found
+
+
+def resolve(name: str, environ: Mapping[str, str] | None = None) -> Path:
+    """The artifact that `name` means: an installed model, an alias of one, or a path.
+
+    Raises:
+        ModelNotFoundError: nothing of that name; the message lists what is installed and how to get the rest.
+        ArtifactError: the artifact of that name is there but broken or unfinished.
+    """
+    wanted = canonical(name)
+    entries = survey(environ)
+    for entry in entries:
+        if entry.name == wanted and not entry.problem:
+            return entry.path
+    for entry in entries:
+        if entry.name == wanted:
+            raise ArtifactError(f"the artifact of {entry.name} at {entry.path} is not usable: {entry.problem}")
+    if _is_path(name):
+        return _resolve_path(name)
+    raise ModelNotFoundError(_not_found(name, wanted, [entry.name for entry in entries if not entry.problem], environ))
+
+
+def describe(name: str, environ: Mapping[str, str] | None = None) -> ModelEntry:
+    """The entry of `resolve(name)`. Raises as `resolve` does."""
+    path = resolve(name, environ)
+    for entry in survey(environ):
+        if entry.path == path:
+            return entry
+    return inspect_path(path, "")
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith(".ninfer") or name.startswith(("~", ".")) or "/" in name or os.sep in name
+
+
+def _resolve_path(name: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise ModelNotFoundError(f"there is no model artifact at {name}: the path does not exist")
+    if path.is_dir() and not (path / MANIFEST).is_file():
+        hint = "it has no manifest.json"
+        if (path / "config.json").is_file():
+            hint += "; a checkpoint folder becomes an artifact with: ninfer convert SOURCE DESTINATION"
+        raise ModelNotFoundError(f"the folder {name} is not a model artifact: {hint}")
+    return path.absolute()
+
+
+def _not_found(name: str, wanted: str, names: list[str], environ: Mapping[str, str] | None) -> str:
+    known = next((model for model in KNOWN if model.name == wanted), None)
+    lines = [f"model {name!r} is not installed" if known else f"model {name!r} is unknown"]
+    if not known:
+        from difflib import get_close_matches
+
+        near = get_close_matches(wanted, sorted({*names, *(model.name for model in KNOWN)}), n=1, cutoff=0.5)
+        if near:
+            lines[0] += f"; did you mean {near[0]}?"
+    lines.append("installed: " + (", ".join(sorted(set(names))) or "none"))
+    if known and known.repository:
+        lines.append(
+            f"to get it: put {known.file} of the hub repository {known.repository} into "
+            f"{models_dir(environ)}, or make it: ninfer convert CHECKPOINT {models_dir(environ) / known.model_id}"
+        )
+    elif not known:
+        lines.append("a path to a .ninfer file or an artifact folder works too")
+    return "\n".join(lines)
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def _snapshots(hub: Path) -> Iterator[Path]:
+    """The current snapshot folder of every model repository in the hub cache."""
+    if not hub.is_dir():
+        return
+    for repository in sorted(hub.glob("models--*")):
+        reference = repository / "refs" / "main"
+        snapshot = repository / "snapshots" / (reference.read_text().strip() if reference.is_file() else "")
+        if reference.is_file() and snapshot.is_dir():
+            yield snapshot
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Artifacts directly in `folder`, or the folder itself; hidden and temporary names are never candidates."""
+    if not folder.is_dir():
+        return
+    if (folder / MANIFEST).is_file():
+        yield folder
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.suffix in _TEMPORARY:
+            continue
+        if path.suffix == ".ninfer" or (path.is_dir() and (path / MANIFEST).is_file()):
+            yield path
+
+
+def inspect_path(path: Path, name: str = "") -> ModelEntry:
+    """The entry of one artifact. Never raises for a bad artifact: `problem` says what is wrong with it."""
+    form = "safetensors" if path.is_dir() else "ninfer"
+    model_id, size, digest, problem, modified = "", 0, "", "", 0.0
+    try:
+        modified = path.stat().st_mtime
+        if form == "safetensors":
+            size = sum(item.stat().st_size for item in path.iterdir() if item.is_file())
+            model_id, digest = _probe_directory(path)
+        else:
+            size = path.stat().st_size
+            model_id, digest = _probe_file(path, size)
+    except ArtifactError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    return ModelEntry(name or _name_of(path, model_id), path, size, model_id, modified, form, digest, problem)
+
+
+def _name_of(path: Path, model_id: str) -> str:
+    """The name of an artifact: what its owner called it, so that two builds of one model can stand side by side.
+
+    Published files and everything in the hub cache, whose folder names are digests, get the model's own name.
+    """
+    stem = canonical(path.name.removesuffix(".ninfer"))
+    known = next((model for model in KNOWN if model.model_id == model_id), None)
+    return known.name if known and "snapshots" in path.parts else stem
+
+
+def _probe_file(path: Path, size: int) -> tuple[str, str]:
+    """(model id, sha256 of the directory text) of a `.ninfer` file that is as long as its directory says."""
+    with path.open("rb") as file:
+        head = file.read(16)
+        if len(head) < 16 or head[:6] != _MAGIC[:6]:
+            raise FramingError("this is not a .ninfer file (its first bytes are not NINFER)")
+        if head[:8] != _MAGIC:
+            raise FramingError(f"framing revision {head[7]} is not readable; this version reads revision {_MAGIC[7]}")
+        length = int.from_bytes(head[8:], "little")
+        if not 0 < length <= min(size - 16, _DIRECTORY_CAP):
+            raise FramingError(f"the directory claims {length:,} bytes in a file of {size:,}: cut short or damaged")
+        text = file.read(length)
+    directory = _json_object(text, "the directory")
+    start = -(-(16 + length) // _ALIGNMENT) * _ALIGNMENT
+    try:
+        last = max(int(item["offset"]) + int(item["bytes"]) for item in directory["objects"])
+        model_id = str(directory["model_id"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DirectoryError(f"the directory is not well formed: {error!r}") from None
+    if start + last > size:
+        raise GeometryError(f"unfinished: {size:,} of {start + last:,} bytes are there")
+    return model_id, hashlib.sha256(text).hexdigest()
+
+
+def _probe_directory(path: Path) -> tuple[str, str]:
+    """(model id, sha256 of the manifest) of an artifact folder that holds all files of its manifest in full."""
+    text = (path / MANIFEST).read_bytes()
+    manifest = _json_object(text, MANIFEST)
+    if manifest.get("format") != _MANIFEST_FORM:
+        raise FramingError(f"{MANIFEST} does not describe a model artifact")
+    if manifest.get("version") != _MANIFEST_VERSION:
+        raise UnknownIdentityError(
+            f"its version is {manifest.get('version')!r}; this ninfer reads version {_MANIFEST_VERSION}"
+        )
+    try:
+        files = {str(name): int(item["bytes"]) for name, item in manifest["files"].items()}
+        model_id = str(manifest["model_id"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DirectoryError(f"{MANIFEST} is not well formed: {error!r}") from None
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file():
+            raise GeometryError(f"unfinished: {name} is missing")
+        if file.stat().st_size != size:
+            raise GeometryError(f"unfinished or damaged: {name} has {file.stat().st_size:,} of {size:,} bytes")
+    return model_id, hashlib.sha256(text).hexdigest()
+
+
+def _json_object(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DirectoryError(f"{what} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DirectoryError(f"{what} is not a JSON object")
+    return value
