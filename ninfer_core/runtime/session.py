@@ -37,7 +37,7 @@ class Session:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.forced: list[int] = []
-        self.ended = False
+        self.outcome: FinishReason | None = None
         self._machine = machine
         self._drafted = self._accepted = self._rounds = 0
         self._by_position: list[int] = []
@@ -51,6 +51,11 @@ class Session:
     def room(self) -> int:
         """How many more tokens may be emitted."""
         return self.limit - self.completion_tokens
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last event, or the error, has been handed over; `outcome` says which ("error" for errors)."""
+        return self.outcome is not None
 
     @property
     def started(self) -> bool:
@@ -148,7 +153,7 @@ class Session:
     def fail(self, error: BaseException) -> None:
         """End the request with an error. Does nothing after the end."""
         if not self.ended:
-            self.ended = True
+            self.outcome = "error"
             self.handle.fail(error)
 
     def expire(self) -> None:
@@ -161,8 +166,7 @@ class Session:
         return self.deadline is not None and now >= self.deadline
 
     def _end(self, reason: FinishReason, events: list[Event]) -> None:
-        self.ended = True
         machine = self._machine
         events += machine.finish(reason)
-        final = machine.finish_reason(reason)
+        final = self.outcome = reason if reason == "cancelled" else machine.finish_reason(reason)
         events.append(Finish(final, self.usage, self.timings, machine.stop_sequence, self.seed))

@@ -1,0 +1,78 @@
+"""The options of an engine: what to load, where, and how much of it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ..errors import InvalidRequestError
+
+MAX_DRAFT = 5
+PAGE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Everything that defines an engine; two engines with equal options are interchangeable.
+
+    model: a model name known to `ninfer_core.store`, or the path of an artifact.
+    device: "auto" takes a CUDA device where this build has kernels for it, else the CPU.
+    dtype: compute type of the torch path: "float32" or "bfloat16"; "auto" is float32 on the CPU.
+    context_length: tokens of prompt plus answer per request; "auto" is the model's own, or what fits in memory.
+    max_sequences: requests that run at once; each has its full context reserved. max_queue: requests that may wait.
+    draft_tokens: tokens drafted per round (0 to 5). It changes speed, never the output.
+    kv_cache: element type of the KV cache. prefill_chunk: prompt tokens per step, a multiple of 64.
+    threads: CPU threads of the model's arithmetic; "auto" is what was measured best.
+    memory: bytes the engine may use for caches and state; "auto" is most of what is free at load time.
+    """
+
+    model: str = "demo"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    context_length: int | Literal["auto"] = "auto"
+    max_sequences: int = 4
+    max_queue: int = 64
+    draft_tokens: int = 3
+    kv_cache: Literal["int8", "bf16", "fp32"] = "int8"
+    prefill_chunk: int = 256
+    threads: int | Literal["auto"] = "auto"
+    memory: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        _choice(self, "device", ("auto", "cpu", "cuda"))
+        _choice(self, "dtype", ("auto", "float32", "bfloat16"))
+        _choice(self, "kv_cache", ("int8", "bf16", "fp32"))
+        _range(self, "context_length", 1, None)
+        _range(self, "max_sequences", 1, 1024)
+        _range(self, "max_queue", 0, None)
+        _range(self, "draft_tokens", 0, MAX_DRAFT)
+        _range(self, "prefill_chunk", PAGE, None)
+        _range(self, "threads", 1, None)
+        _range(self, "memory", 1, None)
+        if self.prefill_chunk % PAGE:
+            raise InvalidRequestError(
+                f"prefill_chunk is {self.prefill_chunk}; it must be a multiple of {PAGE}", param="prefill_chunk"
+            )
+
+    def differences(self, other: EngineOptions) -> list[str]:
+        """One line for each field that differs: `name: mine != theirs`."""
+        return [
+            f"{f.name}: {getattr(self, f.name)!r} != {getattr(other, f.name)!r}"
+            for f in fields(self)
+            if getattr(self, f.name) != getattr(other, f.name)
+        ]
+
+
+def _choice(options: EngineOptions, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(options, name)
+    if value not in allowed:
+        raise InvalidRequestError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}", param=name)
+
+
+def _range(options: EngineOptions, name: str, low: int, high: int | None) -> None:
+    value: Any = getattr(options, name)
+    if value == "auto" and name in ("context_length", "threads", "memory"):
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequestError(f"{name} is {value!r}; it must be an integer {limit}", param=name)

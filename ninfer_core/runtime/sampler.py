@@ -1,0 +1,67 @@
+"""The sampler of one sequence: its parameters, the tokens it has seen, and the draw for every row of a round.
+
+Order of processing for each row (fp32 logits): ids without text are masked; `logit_bias` is added; repetition
+penalty over prompt and output (positive logits divided, negative multiplied); frequency and presence penalties over
+the output alone, reasoning included; temperature (0: argmax, lowest id on ties); min-p; top-k; top-p; then one draw.
+A row behind drafts counts them as output, so the result is that of a run without drafts.
+
+The random number belongs to the output position (key: the seed, counter: the index of the token in the answer), not
+to the moment: the same request gives the same tokens with any number of drafts and among any other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.sampling import log_probabilities, pick, process, uniform
+from .validation import SamplingParams
+
+RawLogprob = tuple[int, float, list[tuple[int, float]]]
+"""A token, its log-probability and its alternatives, before ids become text."""
+
+
+class Sampler:
+    """Draws the tokens of one sequence. `addressable`: ids that have text; all others are never drawn."""
+
+    def __init__(
+        self, params: SamplingParams, *, addressable: int, prompt: Sequence[int] = (), logprobs: int | None = None
+    ) -> None:
+        self.params = params
+        self.logprobs = logprobs
+        self._addressable = addressable
+        self._counts: Tensor | None = None
+        self._seen: Tensor | None = None
+        if params.penalized:
+            self._counts = torch.zeros(addressable, dtype=torch.int32)
+            self._seen = torch.zeros(addressable, dtype=torch.bool)
+            self._seen[torch.as_tensor(prompt, dtype=torch.int64)] = True
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Tokens that were emitted (and kept): from now on they count as output."""
+        if self._counts is not None:
+            self._counts.index_add_(0, torch.tensor(tokens), torch.ones(len(tokens), dtype=torch.int32))
+
+    def sample(self, logits: Tensor, drafts: Sequence[int], index: int) -> tuple[list[int], list[RawLogprob] | None]:
+        """The tokens a round emits: row i judges draft i; the first row that differs ends it.
+
+        `logits` [R, V] fp32: target rows behind the last emitted token and behind each draft; `index`: the position
+        in the answer of the first token; R - 1 drafts. Returns between 1 and R tokens, and raw log-probabilities if
+        asked for. A row that was looked at and is not finite raises FloatingPointError.
+        """
+        rows = logits[:, : self._addressable]
+        z = process(rows, self.params, self._counts, self._seen, drafts)
+        finite = rows.sum(-1).isfinite().tolist()  # a sum is finite only where every term is
+        tokens: list[int] = []
+        seed = self.params.seed
+        for i in range(rows.shape[0]):
+            if not finite[i]:
+                raise FloatingPointError(f"the logits for output token {index + i} are not finite")
+            tokens.append(pick(z[i], self.params, uniform(seed, index + i)))
+            if i < len(drafts) and tokens[i] != drafts[i]:
+                break
+        if self.logprobs is None:
+            return tokens, None
+        return tokens, [(t, *log_probabilities(rows[i], t, self.logprobs)) for i, t in enumerate(tokens)]

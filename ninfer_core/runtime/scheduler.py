@@ -1,0 +1,301 @@
+"""Waiting and running requests: admission, fair prefill, rounds, cancellation, deadlines, and what to do with faults.
+
+First in, first out within a priority. One `step` of the loop does at most one prompt chunk and one round of all
+decoding sequences, so a long prompt never holds a running stream up for more than one chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ..errors import EngineBusyError, EngineFailedError, NinferError
+from .handle import RequestHandle
+from .runner import Runner, Running
+from .sampler import Sampler
+from .session import Session
+
+log = logging.getLogger("ninfer.engine")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the engine was made."""
+
+    requests: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    rounds: int = 0
+    chunks: int = 0
+
+
+class Scheduler:
+    """Owns every request between `enqueue` and its last event. `step` is called by one thread, the rest by any."""
+
+    def __init__(self, runner: Runner, *, max_sequences: int, max_queue: int) -> None:
+        self._runner = runner
+        self._max_sequences = max_sequences
+        self._max_queue = max_queue
+        self._lock = threading.Condition()
+        self._waiting: list[tuple[Session, Sampler]] = []
+        self._prefilling: deque[Running] = deque()
+        self._decoding: list[Running] = []
+        self._changed = False
+        self._closed: NinferError | None = None
+        self._seconds_per_request = 1.0
+        self.totals = Totals()
+        self.suspect = False
+        """Set when a call into the model failed; the engine then checks that a token can still be made."""
+
+    # any thread
+
+    def enqueue(self, session: Session, sampler: Sampler) -> None:
+        """Put a request into the queue.
+
+        Raises:
+            EngineBusyError: the queue is full.
+            EngineClosedError, EngineFailedError: the engine takes no more requests.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise type(self._closed)(str(self._closed))
+            if len(self._waiting) >= self._max_queue:
+                self.totals.refused += 1
+                wait = self._seconds_per_request * (1 + len(self._waiting) / self._max_sequences)
+                raise EngineBusyError(
+                    f"{len(self._waiting)} requests are waiting and the queue limit is {self._max_queue}; "
+                    f"try again in about {wait:.0f} s or raise max_queue",
+                    retry_after=max(1.0, round(wait, 1)),
+                )
+            self._waiting.append((session, sampler))
+            self._waiting.sort(key=lambda entry: entry[0].request.priority)  # stable: arrival order within a priority
+            self.totals.requests += 1
+            self._wake()
+
+    def notify(self, _handle: RequestHandle | None = None) -> None:
+        """Something outside changed (a cancellation): look at once."""
+        with self._lock:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed = True
+        self._lock.notify()
+
+    def position(self, handle: RequestHandle) -> int | None:
+        """How many requests wait before this one; None if it does not wait."""
+        with self._lock:
+            return next((i for i, (session, _) in enumerate(self._waiting) if session.handle is handle), None)
+
+    def stop(self, error: NinferError) -> None:
+        """Take no more requests; the loop ends those it has with this error at its next step."""
+        with self._lock:
+            self._closed = self._closed or error
+            self._wake()
+
+    def stats(self) -> dict[str, int | float]:
+        """Gauges and counters."""
+        with self._lock:
+            return {
+                "running": len(self._prefilling) + len(self._decoding),
+                "waiting": len(self._waiting),
+                "pages_free": self._runner.pages.free,
+                "pages_total": self._runner.pages.size,
+                "slots_free": self._runner.slots.free,
+                "slots_total": self._runner.slots.size,
+                **asdict(self.totals),
+            }
+
+    # the loop's thread
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Sleep until there is something to do."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._changed or self._closed is not None, timeout)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return not self._waiting and not self._prefilling and not self._decoding
+
+    def step(self) -> bool:
+        """End what must end, admit, read one chunk, run one round. False if there was nothing to do."""
+        with self._lock:
+            self._changed = False
+            closed = self._closed
+        if closed is not None:
+            self._end_all(closed)
+            return False
+        self._sweep()
+        self._admit()
+        if self._prefilling:
+            self._chunk()
+        if self._decoding:
+            self._round()
+        return bool(self._prefilling or self._decoding)
+
+    def _sweep(self) -> None:
+        """Cancelled and overdue requests leave, wherever they are."""
+        now = time.monotonic()
+        with self._lock:
+            gone = [entry for entry in self._waiting if _over(entry[0], now)]
+            if gone:
+                self._waiting = [entry for entry in self._waiting if not _over(entry[0], now)]
+        for session, _ in gone:
+            self._close(session, now)
+            self._account(session)
+        for sequence in [*self._prefilling, *self._decoding]:
+            if _over(sequence.session, now):
+                self._close(sequence.session, now)
+                self._release(sequence)
+
+    def _close(self, session: Session, now: float) -> None:
+        """End a session whose owner left or whose deadline passed."""
+        try:
+            if session.handle.cancelled:
+                session.finish("cancelled")
+            elif session.expired(now):
+                session.expire()
+        except Exception as error:
+            self._fail(session, error)
+
+    def _admit(self) -> None:
+        """Start waiting requests in order while a slot and their pages are free; none overtakes the first."""
+        while self._waiting and len(self._prefilling) + len(self._decoding) < self._max_sequences:
+            session, sampler = self._waiting[0]
+            try:
+                sequence = self._runner.open(session, sampler)
+            except Exception as error:
+                self._drop(session)
+                self._fail(session, error)
+                self._account(session)
+                continue
+            if sequence is None:
+                return
+            self._drop(session)
+            session.start()
+            with self._lock:
+                self._prefilling.append(sequence)
+
+    def _drop(self, session: Session) -> None:
+        with self._lock:
+            self._waiting = [entry for entry in self._waiting if entry[0] is not session]
+
+    def _chunk(self) -> None:
+        """One chunk of one prompt; prompts take turns."""
+        sequence = self._prefilling[0]
+        self._prefilling.rotate(-1)
+        self.totals.chunks += 1
+        try:
+            self._runner.prefill(sequence)
+        except Exception as error:
+            self._fault(sequence, error)
+            return
+        if sequence.session.ended:
+            self._release(sequence)
+        elif not sequence.prefilling:
+            with self._lock:
+                self._prefilling.remove(sequence)
+                self._decoding.append(sequence)
+
+    def _round(self) -> None:
+        """One round of everything that decodes, in groups of equal shape."""
+        groups: dict[tuple[int, int], list[Running]] = {}
+        for i, sequence in enumerate(self._decoding):
+            key = (self._runner.rows_for(sequence), i + 1 if sequence.alone else 0)
+            groups.setdefault(key, []).append(sequence)
+        self.totals.rounds += 1
+        for group in groups.values():
+            try:
+                faults = self._runner.round(group)
+            except Exception as error:
+                self._shared_fault(group, error)
+                continue
+            for sequence in group:
+                if sequence in faults:
+                    self._fault(sequence, faults[sequence])
+                elif sequence.session.ended:
+                    self._release(sequence)
+
+    def _shared_fault(self, group: Sequence[Running], error: Exception) -> None:
+        """A call for several sequences failed: read each again and run it alone, so that only the guilty one fails."""
+        if len(group) == 1:
+            self._fault(group[0], error)
+            return
+        self.suspect = True
+        log.error("a round of %d requests failed; each is resumed alone", len(group), exc_info=error)
+        for sequence in group:
+            self._runner.restart(sequence)
+            with self._lock:
+                self._decoding.remove(sequence)
+                self._prefilling.append(sequence)
+
+    def _fault(self, sequence: Running, error: Exception) -> None:
+        self.suspect = self.suspect or not isinstance(error, NinferError)
+        self._runner.scrub(sequence)
+        self._fail(sequence.session, error)
+        self._release(sequence)
+
+    def _fail(self, session: Session, error: BaseException) -> None:
+        """End a session with an error of ours; anything else is logged in full and reported without internals."""
+        if not isinstance(error, NinferError):
+            log.error("request %s failed", session.handle.id, exc_info=error)
+            cause = error
+            error = EngineFailedError(
+                f"a fault inside the engine ended this request ({type(cause).__name__}); other requests go on"
+            )
+            error.__cause__ = cause
+        session.fail(error)
+
+    def _release(self, sequence: Running) -> None:
+        """A running sequence has ended: its pages and slot are free again, its tokens counted."""
+        with self._lock:
+            if sequence in self._decoding:
+                self._decoding.remove(sequence)
+            elif sequence in self._prefilling:
+                self._prefilling.remove(sequence)
+            self._runner.close(sequence)
+        self._account(sequence.session)
+
+    def _account(self, session: Session) -> None:
+        usage, totals = session.usage, self.totals
+        totals.prompt_tokens += usage.prompt_tokens if session.started else 0
+        totals.completion_tokens += usage.completion_tokens
+        totals.drafted_tokens += usage.drafted_tokens
+        totals.accepted_tokens += usage.accepted_tokens
+        if session.outcome == "error":
+            totals.failed += 1
+        elif session.outcome == "cancelled":
+            totals.cancelled += 1
+        else:
+            totals.finished += 1
+
+    def _end_all(self, error: NinferError) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for session, _ in waiting:
+            self._fail(session, type(error)(str(error)))
+            self._account(session)
+        for sequence in [*self._prefilling, *self._decoding]:
+            self._fail(sequence.session, type(error)(str(error)))
+            self._release(sequence)
+
+    def abandon(self, error: Exception) -> None:
+        """The loop itself failed: end all running requests, keep the waiting ones."""
+        self.suspect = True
+        for sequence in [*self._prefilling, *self._decoding]:
+            self._fail(sequence.session, error)
+            self._release(sequence)
+
+
+def _over(session: Session, now: float) -> bool:
+    return session.handle.cancelled or session.expired(now)
