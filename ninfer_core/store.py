@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .errors import (
     GeometryError,
     InvalidRequestError,
     ModelNotFoundError,
+    UnknownIdentityError,
 )
 
 _MAGIC = b"NINFER\x00\x01"
@@ -155,11 +156,16 @@ def installed(environ: Mapping[str, str] | None = None) -> list[ModelEntry]:
     The models folder comes before the hub cache (which is not looked at when `NINFER_MODELS` is set); where a name is
     found twice the first one counts, so a name always means the same file as `resolve` gives.
     """
-    entries: dict[str, ModelEntry] = {}
-    for entry in survey(environ):
+    return usable(survey(environ))
+
+
+def usable(entries: Iterable[ModelEntry]) -> list[ModelEntry]:
+    """The entries without a problem, the first of each name, in the order of names."""
+    found: dict[str, ModelEntry] = {}
+    for entry in entries:
         if not entry.problem:
-            entries.setdefault(entry.name, entry)
-    return sorted(entries.values(), key=lambda entry: entry.name)
+            found.setdefault(entry.name, entry)
+    return sorted(found.values(), key=lambda entry: entry.name)
 
 
 def survey(environ: Mapping[str, str] | None = None) -> list[ModelEntry]:
@@ -227,7 +233,7 @@ def _not_found(name: str, wanted: str, names: list[str], environ: Mapping[str, s
 
         near = get_close_matches(wanted, sorted({*names, *(model.name for model in KNOWN)}), n=1, cutoff=0.5)
         if near:
-            lines[0] += f"; did you mean {near[0]}?"
+            lines[0] += f", did you mean {near[0]}"
     lines.append("installed: " + (", ".join(sorted(set(names))) or "none"))
     if known and known.repository:
         lines.append(
@@ -236,7 +242,7 @@ def _not_found(name: str, wanted: str, names: list[str], environ: Mapping[str, s
         )
     elif not known:
         lines.append("a path to a .ninfer file or an artifact folder works too")
-    return "\n".join(lines)
+    return "; ".join(lines)
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ninfer_core import store
 
-from .display import Console, ago, size, table
+from .display import Console, Progress, ago, size, table
+
+if TYPE_CHECKING:
+    from ninfer_core.artifact import Artifact
+    from ninfer_core.config import ModelConfig
 
 
 def list_models(console: Console, environ: Mapping[str, str], *, as_json: bool) -> None:
     """Print the usable models; broken or unfinished artifacts are named on stderr (in JSON: under `unusable`)."""
     entries = store.survey(environ)
-    usable = store.installed(environ)
+    usable = store.usable(entries)
     broken = [entry for entry in entries if entry.problem]
     if as_json:
         console.json(
@@ -47,3 +54,180 @@ def _entry_json(entry: store.ModelEntry) -> dict[str, Any]:
         "digest": entry.digest,
         "modified": entry.modified,
     }
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
+def show(model: str, console: Console, environ: Mapping[str, str], *, template: bool, as_json: bool) -> None:
+    """Print what a model is, or its chat template alone."""
+    from ninfer_core.artifact import Artifact
+
+    entry = store.describe(model, environ)
+    with Artifact.open(entry.path) as artifact:
+        text = artifact.resource("chat_template.jinja").decode("utf-8", "replace")
+        if template:
+            if as_json:
+                console.json({"template": text})
+            else:
+                console.write(text if text.endswith("\n") else text + "\n")
+            return
+        facts = _facts(entry, artifact, text)
+    if as_json:
+        console.json(facts)
+    else:
+        for line in _fact_lines(facts):
+            console.line(line)
+
+
+def _facts(entry: store.ModelEntry, artifact: Artifact, template: str) -> dict[str, Any]:
+    config = artifact.config
+    formats = _by_format(artifact)
+    weights = sum(row["weights"] for row in formats)
+    return {
+        **_entry_json(entry),
+        "context_length": config.max_position_embeddings,
+        "capabilities": _capabilities(config, template),
+        "architecture": _architecture(config),
+        "weights": weights,
+        "bits_per_weight": 8 * artifact.nbytes / weights,
+        "formats": formats,
+        "recipe": artifact.recipe or None,
+        "encoder": artifact.encoder or None,
+        "files": _files(entry),
+        "licence": entry.known.licence if entry.known else None,
+        "checkpoint": (entry.known.checkpoint if entry.known else "") or None,
+    }
+
+
+def _capabilities(config: ModelConfig, template: str) -> list[str]:
+    """What the model and its template offer, in the words that other servers of local models use."""
+    found = ["completion"]
+    if "<think>" in template:
+        found.append("thinking")
+    if "tools" in template:
+        found.append("tools")
+    if config.vision is not None:
+        found.append("vision")
+    if config.mtp_num_hidden_layers:
+        found.append("drafting")
+    return found
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "layers": config.num_hidden_layers,
+        "attention_layers": len(config.attention_layers),
+        "gated_delta_layers": len(config.gdn_layers),
+        "hidden_size": config.hidden_size,
+        "vocabulary": config.vocab_size,
+    }
+    if config.is_moe:
+        facts |= {"experts": config.num_experts, "experts_per_token": config.num_experts_per_tok}
+    return facts
+
+
+def _by_format(artifact: Artifact) -> list[dict[str, Any]]:
+    """Per format, largest first: tensors, weights, bytes, bits per weight (scales and padding included)."""
+    rows: dict[str, dict[str, Any]] = {}
+    for info in artifact.tensors.values():
+        row = rows.setdefault(info.format, {"format": info.format, "tensors": 0, "weights": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["weights"] += math.prod(info.shape)
+        row["bytes"] += info.nbytes
+    for row in rows.values():
+        row["bits_per_weight"] = 8 * row["bytes"] / row["weights"]
+    return sorted(rows.values(), key=lambda row: -row["bytes"])
+
+
+def _files(entry: store.ModelEntry) -> list[dict[str, Any]]:
+    """Name, bytes and sha256 of each file; a single `.ninfer` file does not store its digest, so that is None."""
+    if entry.form == "ninfer":
+        return [{"name": entry.path.name, "bytes": entry.size, "sha256": None}]
+    listed = json.loads((entry.path / store.MANIFEST).read_bytes())["files"]
+    return [{"name": name, "bytes": item["bytes"], "sha256": item["sha256"]} for name, item in listed.items()]
+
+
+def _fact_lines(facts: dict[str, Any]) -> list[str]:
+    shape = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in facts["architecture"].items())
+    pairs = [
+        ("name", facts["name"]),
+        ("model", facts["model_id"] + (f" (from {facts['checkpoint']})" if facts["checkpoint"] else "")),
+        ("path", facts["path"]),
+        ("size", f"{size(facts['size'])} ({facts['size']:,} bytes)"),
+        ("context", f"{facts['context_length']:,} tokens"),
+        ("can do", ", ".join(facts["capabilities"])),
+        ("shape", shape),
+        ("weights", f"{facts['weights']:,}, {facts['bits_per_weight']:.2f} bits each"),
+        ("licence", facts["licence"] or "not stated"),
+    ]
+    if facts["recipe"]:
+        pairs.append(("made by", f"recipe {facts['recipe']}, encoder {facts['encoder']}"))
+    lines = [f"{label:<10} {text}" for label, text in pairs]
+    lines += ["", *table(("FORMAT", "TENSORS", "WEIGHTS", "BYTES", "BITS"), _format_rows(facts), right=(1, 2, 3, 4))]
+    rows = [(item["name"], f"{item['bytes']:,}", item["sha256"] or "not stored") for item in facts["files"]]
+    return [*lines, "", *table(("FILE", "BYTES", "SHA256"), rows, right=(1,))]
+
+
+def _format_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            row["format"],
+            f"{row['tensors']:,}",
+            f"{row['weights']:,}",
+            f"{row['bytes']:,}",
+            f"{row['bits_per_weight']:.2f}",
+        )
+        for row in facts["formats"]
+    ]
+
+
+# --- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def inspect(file: Path, console: Console, *, verify: bool, as_json: bool, quiet: bool) -> None:
+    """Print the objects of any structurally valid artifact, known model or not; `verify` reads all of it."""
+    from ninfer_core.artifact import Artifact
+
+    with Artifact.open(file, inspect=True) as artifact:
+        tensors = [
+            {"name": info.name, "shape": list(info.shape), "format": info.format, "bytes": info.nbytes}
+            for info in artifact.tensors.values()
+        ]
+        resources = [{"name": name, "bytes": len(data)} for name, data in artifact.resources.items()]
+        value: dict[str, Any] = {
+            "path": str(artifact.path),
+            "form": artifact.form,
+            "model_id": artifact.model_id,
+            "tensors": tensors,
+            "resources": resources,
+            "tensor_bytes": artifact.nbytes,
+            "formats": _by_format(artifact),
+            "verified": None,
+        }
+        if verify:
+            with Progress(console, f"verifying {file.name}", quiet=quiet) as progress:
+                report = artifact.verify(progress=lambda name, done, total: progress.update(done, total, name))
+            value["verified"] = {"files": report.files, "tensors": report.tensors, "published": report.published}
+    if as_json:
+        console.json(value)
+    else:
+        for line in _object_lines(value):
+            console.line(line)
+
+
+def _object_lines(value: dict[str, Any]) -> Sequence[str]:
+    rows = [(item["name"], "-", "file", f"{item['bytes']:,}") for item in value["resources"]]
+    rows += [
+        (item["name"], "x".join(map(str, item["shape"])) or "scalar", item["format"], f"{item['bytes']:,}")
+        for item in value["tensors"]
+    ]
+    lines = table(("OBJECT", "SHAPE", "FORMAT", "BYTES"), rows, right=(3,))
+    lines += ["", *table(("FORMAT", "TENSORS", "WEIGHTS", "BYTES", "BITS"), _format_rows(value), right=(1, 2, 3, 4))]
+    lines += ["", f"{value['model_id']}: {len(value['tensors']):,} tensors, {value['tensor_bytes']:,} bytes"]
+    verified = value["verified"]
+    if verified:
+        lines += [f"{digest}  {name}" for name, digest in verified["files"].items()]
+        kind = "equal to a published artifact" if verified["published"] else "digests and contents are right"
+        lines.append(f"verified: {kind}")
+    return lines

@@ -80,8 +80,16 @@ class Editor:
     def __init__(self, commands: Commands, history: Path | None, *, colour: bool) -> None:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.history import InMemoryHistory
+        from prompt_toolkit.output import create_output
         from prompt_toolkit.output.color_depth import ColorDepth
+        from prompt_toolkit.output.vt100 import Vt100_Output
+        from prompt_toolkit.shortcuts import CompleteStyle
 
+        output = create_output()
+        if isinstance(output, Vt100_Output):
+            # Asking where the cursor is prints a warning in terminals that do not answer, and an answer that comes
+            # after the prompt has closed ends up as typed text.
+            output.enable_cpr = False
         self.typed = False
         self._pasted = False
         self._session: PromptSession[str] = PromptSession(
@@ -90,11 +98,12 @@ class Editor:
             history=InMemoryHistory() if history is None else self._file_history(history),
             completer=_completer(commands),
             complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            reserve_space_for_menu=0,
+            output=output,
             prompt_continuation="... ",
             color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
             enable_suspend=True,
-            # Ctrl-C must reach us with the text, to tell an empty line from a typed one.
-            erase_when_done=False,
         )
 
     def read(self) -> str:
