@@ -13,8 +13,15 @@ The value of a code is the exact binary32 product `scale * code`. Two encoders p
 
 * `maxabs` (`MAXABS_F16_RECIP_RNE_V1`): the largest magnitude of a group becomes code qmax. It reproduces published
   files bit for bit, so the order of its roundings is part of its definition.
-* `search`: tries a fixed list of smaller and larger scales and a least-squares refit per group and keeps the one with
-  the smallest squared error. Same format, same size, less error; ties go to `maxabs`, so it is never worse.
+* `search`: tries a fixed list of smaller scales and least-squares refits per group and keeps what has the smallest
+  squared error. Same format, same size, less error; ties go to `maxabs`, so it is never worse. Relative RMS error:
+
+                Gaussian weights        Student t, 5 degrees of freedom
+                maxabs     search       maxabs     search
+          Q4    10.76 %    9.50 %       14.62 %    12.94 %
+          Q5     5.02 %    4.68 %        6.84 %     6.43 %
+          Q6     2.43 %    2.31 %        3.31 %     3.18 %
+          W8     0.535 %   0.520 %       0.676 %    0.663 %
 """
 
 from __future__ import annotations
@@ -217,9 +224,15 @@ def _codes(x: torch.Tensor, inverse: torch.Tensor, f: Format) -> torch.Tensor:
     return (x * inverse[:, None]).round_().clamp_(f.qmin, f.qmax)
 
 
-# Scales tried, as multiples of the max-abs scale. Below 1 the largest values clip and the rest gets finer; above 1 only
-# shifts the grid, which is worth trying with few levels.
-_FACTORS = (0.70, 0.74, 0.78, 0.82, 0.85, 0.875, 0.90, 0.925, 0.95, 0.975, 1.025, 1.05)
+# Scales tried by the search, as multiples of the max-abs scale. Below 1 the largest values clip and the rest gets finer;
+# the fewer levels a format has, the more clipping pays. A refit afterwards moves the winner to its least-squares scale.
+_FACTORS = {
+    4: (0.72, 0.78, 0.83, 0.88, 0.92, 0.96),
+    5: (0.82, 0.86, 0.90, 0.93, 0.96, 0.98),
+    6: (0.86, 0.89, 0.92, 0.94, 0.96, 0.98),
+    8: (0.975, 0.985, 0.993),
+}
+_REFITS = 2
 
 
 def _search(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, f: Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,10 +250,11 @@ def _search(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, f: Format) ->
         best, best_error = torch.where(better, s, best), torch.where(better, error, best_error)
         q = torch.where(better[:, None], codes, q)
 
-    for factor in _FACTORS:
+    for factor in _FACTORS[f.bits]:
         consider(first * factor)
-    power = _group_sum(q * q)
-    consider(torch.where(power > 0, _group_sum(x * q) / power.clamp_min(1), first))
+    for _ in range(_REFITS):
+        power = _group_sum(q * q)
+        consider(torch.where(power > 0, _group_sum(x * q) / power.clamp_min(1), first))
     return q, best.to(torch.float16)
 
 
