@@ -1,0 +1,197 @@
+"""Packs rendered tasks and natural text into training rows, and serves batches from worker processes."""
+
+from __future__ import annotations
+
+import lzma
+import multiprocessing
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ...frontend.template import ChatTemplate
+from .images import Scene
+from .tasks import Generator, Task
+
+SIZES = ((128, 128), (128, 128), (96, 192), (192, 96), (128, 160), (160, 128), (160, 160), (192, 192), (224, 224), (256, 256), (128, 256))
+PROMPT_WEIGHT, TEXT_WEIGHT = 0.1, 0.6
+CELL = 32
+
+
+@dataclass
+class Document:
+    """Token ids, loss weight of each id as a target, three-axis positions, places of image cells, scenes."""
+
+    ids: list[int]
+    weights: np.ndarray
+    positions: np.ndarray
+    answer: int
+    scenes: list[Scene]
+    cells: list[int]
+    kind: str = "text"
+
+
+@dataclass
+class Batch:
+    """Arrays [rows, length]; `places` are flat indices of image cells; `size` is the image size of this batch."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    segments: np.ndarray
+    positions: np.ndarray
+    scenes: list[Scene]
+    places: np.ndarray
+    size: tuple[int, int]
+    spans: list[tuple[str, int, int, int]]
+
+
+def natural_tokens(text: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """All natural text as ids, and the held-out part (every 50th run of 100 paragraphs of the Python manual)."""
+    train: list[np.ndarray] = []
+    held: list[np.ndarray] = []
+    for name in ("pydoc", "pylib", "postgres", "rust", "web", "wordnet"):
+        lines = (text / f"{name}.txt").read_text(encoding="utf-8").split("\n")
+        for start in range(0, len(lines), 100):
+            block = "\n".join(lines[start : start + 100]).replace("\x01", "\n") + "\n"
+            ids = np.array(tokenizer.encode(block, add_special_tokens=False).ids, dtype=np.uint16)
+            (held if name == "pydoc" and start % 5000 == 0 else train).append(ids)
+    return np.concatenate(train), np.concatenate(held)
+
+
+def save_tokens(path: Path, tokens: np.ndarray) -> None:
+    """Write uint16 ids, compressed."""
+    path.write_bytes(lzma.compress(tokens.astype("<u2").tobytes(), preset=6))
+
+
+def load_tokens(path: Path) -> np.ndarray:
+    """Read what `save_tokens` wrote."""
+    return np.frombuffer(lzma.decompress(path.read_bytes()), dtype="<u2")
+
+
+class Packer:
+    """An endless stream of batches from one seed."""
+
+    def __init__(self, folder: Path, template: Path, seed: int, rows: int, length: int, *, test: bool = False, natural: float = 0.2) -> None:
+        self.generator = Generator(folder / "text", ChatTemplate(template.read_text(encoding="utf-8")), seed, test=test)
+        self.tokenizer = Tokenizer.from_file(str(folder / "tok" / "tokenizer.json"))
+        self.rng = random.Random(seed * 7919 + 1)
+        self.rows, self.length, self.natural = rows, length, natural
+        self.end = self.tokenizer.token_to_id("<|endoftext|>")
+        self.pad = self.tokenizer.token_to_id("<|image_pad|>")
+        self.corpus = load_tokens(folder / "corpus.xz") if natural else np.zeros(0, np.uint16)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text with its specials."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def text_document(self) -> Document:
+        """A window of natural text."""
+        count = self.rng.choice((128, 256, 512))
+        start = self.rng.randrange(len(self.corpus) - count)
+        ids = [*self.corpus[start : start + count].tolist(), self.end]
+        weights = np.full(len(ids), TEXT_WEIGHT, np.float16)
+        positions = np.repeat(np.arange(len(ids), dtype=np.int32)[:, None], 3, 1)
+        return Document(ids, weights, positions, 0, [], [])
+
+    def document(self, task: Task, size: tuple[int, int]) -> Document:
+        """Tokens, weights and positions of a task."""
+        prompt, answer = self.generator.render(task)
+        head, tail = self.encode(prompt), self.encode(answer)
+        height, width = size[0] // CELL, size[1] // CELL
+        if task.images:
+            at = head.index(self.pad)
+            head[at : at + 1] = [self.pad] * (height * width)
+        ids = head + tail
+        weights = np.full(len(ids), PROMPT_WEIGHT, np.float16)
+        weights[len(head) :] = 1.0
+        positions = np.repeat(np.arange(len(ids), dtype=np.int32)[:, None], 3, 1)
+        cells: list[int] = []
+        if task.images:
+            count, span = height * width, max(height, width)
+            cells = list(range(at, at + count))
+            positions[at : at + count, 0] = at
+            positions[at : at + count, 1] = at + np.arange(count) // width
+            positions[at : at + count, 2] = at + np.arange(count) % width
+            positions[at + count :] += span - count
+            weights[at : at + count] = 0
+        elif self.rng.random() < 0.1:
+            # Wider distances than the rows have, so that longer prompts stay in range.
+            cut = self.rng.randrange(len(head))
+            positions[cut:] += self.rng.randrange(3000)
+        return Document(ids, weights, positions, len(head), task.images, cells, task.kind if task.fixed else task.kind + "_free")
+
+    def next_document(self, size: tuple[int, int]) -> Document:
+        """The next document of the mix. `natural` is the share of tokens, and text windows are longer than tasks."""
+        if self.rng.random() < self.natural * 0.4:
+            return self.text_document()
+        return self.document(self.generator.task(), size)
+
+    def batch(self, documents: list[Document] | None = None, size: tuple[int, int] | None = None) -> Batch:
+        """Rows filled from the stream, or from given documents (then nothing is cut; what does not fit is left out)."""
+        size = size or self.rng.choice(SIZES)
+        shape = (self.rows, self.length)
+        out = Batch(np.full(shape, self.end, np.int32), np.zeros(shape, np.float16), np.full(shape, -1, np.int16), np.zeros((*shape, 3), np.int32), [], np.zeros(0, np.int64), size, [])
+        places: list[int] = []
+        given = list(documents)[::-1] if documents is not None else None
+        for row in range(self.rows):
+            used, segment, waiting = 0, 0, None
+            while used < self.length:
+                room = self.length - used
+                if given is not None:
+                    if not given or len(given[-1].ids) > room:
+                        break
+                    document = given.pop()
+                else:
+                    document = waiting or self.next_document(size)
+                    waiting = None
+                    if document.cells and len(document.ids) > room or len(document.ids) > room and document.answer >= room:
+                        document = self.text_document()
+                count = min(room, len(document.ids))
+                where = slice(used, used + count)
+                out.ids[row, where] = document.ids[:count]
+                out.weights[row, where] = document.weights[:count]
+                out.weights[row, used] = 0
+                out.segments[row, where] = segment
+                out.positions[row, where] = document.positions[:count]
+                out.scenes += document.scenes
+                places += [row * self.length + used + cell for cell in document.cells]
+                out.spans.append((document.kind, row, used + document.answer, used + count))
+                used, segment = used + count, segment + 1
+        if documents is not None:
+            documents[:] = given[::-1] if given else []
+        out.places = np.array(places, np.int64)
+        return out
+
+
+def _work(queue: Any, folder: Path, template: Path, seed: int, rows: int, length: int, natural: float) -> None:
+    packer = Packer(folder, template, seed, rows, length, natural=natural)
+    while True:
+        queue.put(packer.batch())
+
+
+class Workers:
+    """Worker processes, each with its own seed and queue; batches are taken in turn, so a run can be repeated."""
+
+    def __init__(self, count: int, folder: Path, template: Path, seed: int, rows: int, length: int, natural: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.queues = [context.Queue(6) for _ in range(count)]
+        self.processes = [
+            context.Process(target=_work, args=(queue, folder, template, seed * 1000 + i, rows, length, natural), daemon=True) for i, queue in enumerate(self.queues)
+        ]
+        for process in self.processes:
+            process.start()
+        self.turn = 0
+
+    def next(self) -> Batch:
+        """The next batch."""
+        batch = self.queues[self.turn % len(self.queues)].get(timeout=120)
+        self.turn += 1
+        return batch  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the workers."""
+        for process in self.processes:
+            process.terminate()

@@ -1,0 +1,238 @@
+"""Trains the demo model within a time budget, writing checkpoints as it goes, and scores it at the end.
+
+`python -m ninfer_core.demo.make.train --folder DATA --out OUT --seconds 400` expects in DATA: `text/` (of
+`fetch_corpus`), `tok/` (of `tokenizer`), `corpus.xz` and `held.xz` (of `--prepare`). A run stops at its budget, so the
+number of steps depends on the machine; `--resume FOLDER` continues from a written checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from . import scoring, tasks
+from .export import load_checkpoint, token_id, write_shards
+from .model import Model, Shape
+from .optimiser import Optimiser
+from .packing import Packer, Workers, load_tokens, natural_tokens, save_tokens
+
+TEMPLATE = Path(__file__).parents[1] / "chat_template.jinja"
+AHEAD = 4
+
+
+def head_loss(hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy of selected rows and whether each row's argmax is the target."""
+    logits = F.linear(hidden, weight).float()
+    nats = F.cross_entropy(logits, target, reduction="none")
+    return (nats * scale).sum(), logits.detach().argmax(-1) == target
+
+
+class Trainer:
+    """One training step over a packed batch."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = torch.device(args.device)
+        torch.manual_seed(args.seed)
+        self.model = Model(Shape()).to(self.device)
+        if args.resume:
+            load_checkpoint(self.model, args.resume)
+        self.optimiser = Optimiser(self.model)
+        self.head = head_loss
+        if args.compile:
+            for layer in self.model.language_model.layers:
+                layer.compile(dynamic=False)
+            self.model.mtp.compile(dynamic=False)
+            self.head = torch.compile(head_loss, dynamic=False)
+
+    def select(self, weights: Tensor, count: int) -> Tensor:
+        """Flat indices of the `count` targets that matter most: answers and text first, prompt tokens at random."""
+        return (weights + 0.05 * torch.rand_like(weights)).flatten().topk(count, sorted=False).indices
+
+    def losses(self, data: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The training loss and its parts."""
+        model, ids = self.model, data["ids"]
+        T = ids.shape[1] - AHEAD
+        segment, positions = data["segments"], data["positions"]
+        x = scoring.embeddings(model, data)
+        hidden, balance, load = model.trunk(x[:, :T], segment[:, :T], positions[:, :T])
+        half = ids.shape[0] // 2
+
+        def part(h: Tensor, ahead: int, share: float) -> tuple[Tensor, Tensor]:
+            rows = h.shape[0]
+            target = ids[:rows, ahead : ahead + T]
+            same = segment[:rows, :T] == segment[:rows, ahead : ahead + T]
+            weight = data["weights"][:rows, ahead : ahead + T] * same
+            chosen = self.select(weight, int(rows * T * share))
+            scale = weight.flatten()[chosen]
+            total = scale.sum().clamp(min=1)
+            loss, right = self.head(h.reshape(-1, h.shape[-1])[chosen], model.lm_head.weight, target.flatten()[chosen], scale / total)
+            answers = scale > 0.99
+            return loss, (right & answers).sum() / answers.sum().clamp(min=1)
+
+        main, accuracy = part(hidden, 1, 0.5)
+        drafts, extra = model.drafts(hidden[:half], x[:half], segment[:half], positions[:half])
+        parts = [part(h, 2 + k, 0.4) for k, h in enumerate(drafts)]
+        mtp = torch.stack([p[0] for p in parts]).mean()
+        loss = main + 0.3 * mtp + 0.01 * (balance + 0.3 * extra)
+        return loss, {"main": main, "mtp": mtp, "answers": accuracy, **{f"draft{k + 1}": p[1] for k, p in enumerate(parts)}, "low": load.min(), "high": load.max()}
+
+    def step(self, data: dict[str, Any], factor: float) -> dict[str, Tensor]:
+        """Forward, backward, clip, update."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss, parts = self.losses(data)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.optimiser.step(factor)
+        return parts
+
+
+def rate(done: float, step: int) -> float:
+    """Warm-up over 40 steps, constant, then linear to zero over the last 45 % of the time."""
+    return min(1.0, (step + 1) / 40) * min(1.0, max(0.005, (1 - done) / 0.45))
+
+
+def loader(args: argparse.Namespace, device: torch.device) -> tuple[queue.Queue[dict[str, Any]], Workers]:
+    """Batches on the device, made ahead by worker processes and one copying thread."""
+    workers = Workers(args.workers, args.folder, TEMPLATE, args.seed, args.rows, args.length + AHEAD, 0.2)
+    ready: queue.Queue[dict[str, Any]] = queue.Queue(4)
+
+    def fill() -> None:
+        while True:
+            ready.put(scoring.to_device(workers.next(), device))
+
+    threading.Thread(target=fill, daemon=True).start()
+    return ready, workers
+
+
+def run(args: argparse.Namespace) -> Trainer:
+    """Train until the budget is used."""
+    trainer = Trainer(args)
+    log = (args.out / "train.log").open("a", encoding="utf-8")
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        log.write(text + "\n")
+        log.flush()
+
+    ready, workers = loader(args, trainer.device)
+    count = sum(p.numel() for p in trainer.model.parameters())
+    say(f"parameters {count / 1e6:.2f} M, rows {args.rows} x {args.length}")
+    begun, first, saved, step, seen = time.time(), None, time.time(), 0, 0
+    while True:
+        now = time.time()
+        used = now - (first or now)
+        if used >= args.seconds or (args.steps and step >= args.steps):
+            break
+        data = ready.get(timeout=120)
+        parts = trainer.step(data, rate(used / args.seconds, step))
+        step += 1
+        if step == 3:
+            torch.cuda.synchronize() if trainer.device.type == "cuda" else None
+            first = time.time()
+            say(f"first three steps after {first - begun:.0f} s")
+        seen += args.rows * args.length
+        if step % args.every == 0:
+            values = {key: float(value.detach()) for key, value in parts.items()}
+            spent = time.time() - (first or begun)
+            text = " ".join(f"{key} {value:.3f}" for key, value in values.items())
+            say(f"{spent:5.0f} s step {step} {seen / 1e6:.1f} M tokens {seen / max(spent, 1e-9) / 1e6:.3f} M/s {text}")
+            if values["main"] != values["main"]:
+                raise RuntimeError("the loss is not a number")
+        if time.time() - saved > 60:
+            write_shards(trainer.model, args.out)
+            saved = time.time()
+    workers.close()
+    write_shards(trainer.model, args.out)
+    say(f"trained {seen / 1e6:.1f} M tokens in {step} steps, {time.time() - begun:.0f} s")
+    return trainer
+
+
+def finish(args: argparse.Namespace, trainer: Trainer) -> None:
+    """Score the bf16 weights on held-out words and write `scores.json`."""
+    model = trainer.model.eval()
+    load_checkpoint(model, args.out)
+    tokenizer = Tokenizer.from_file(str(args.folder / "tok" / "tokenizer.json"))
+    packer = Packer(args.folder, TEMPLATE, 99, args.rows, args.length + AHEAD, test=True, natural=0)
+    counts = dict.fromkeys(scoring.MAKERS, args.items) | {"tool": 3 * args.items}
+    began = time.time()
+    with torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.device.type == "cuda"):
+        out: dict[str, Any] = {"answers": scoring.score(model, packer, counts, trainer.device)}
+        text = scoring.table(out["answers"])
+        out["bits_per_byte"], out["bytes"] = scoring.bits_per_byte(model, load_tokens(args.folder / "held.xz"), tokenizer, trainer.device, args.rows, args.length)
+        if args.free:
+            out["free"] = free_running(args, model, packer, trainer.device)
+    print(text, f"bits per byte {out['bits_per_byte']:.3f} over {out['bytes']} bytes", out.get("free"), f"{time.time() - began:.0f} s", sep="\n", flush=True)
+    (args.out / "scores.json").write_text(json.dumps(out, indent=1), encoding="utf-8")
+    with (args.out / "train.log").open("a", encoding="utf-8") as log:
+        log.write(text + f"\nbits per byte {out['bits_per_byte']:.4f}\nfree {out.get('free')}\n")
+
+
+def free_running(args: argparse.Namespace, model: Model, packer: Packer, device: torch.device) -> dict[str, int]:
+    """How many greedy answers of at most 256 tokens end with the end mark, and how many are exact."""
+    wanted: list[list[int]] = []
+    prompts: list[list[int]] = []
+    while len(prompts) < args.free:
+        task = packer.generator.task()
+        prompt, answer = packer.generator.render(task)
+        ids = packer.encode(prompt)
+        if not task.images and len(ids) + 256 <= args.length:
+            prompts.append(ids)
+            wanted.append(packer.encode(answer) if task.fixed else [])
+    stop = token_id("<|im_end|>")
+    answers = scoring.generate(model, prompts, stop, device, args.rows, args.length)
+    ended = sum(answer[-1] == stop for answer in answers)
+    exact = sum(answer == want for answer, want in zip(answers, wanted, strict=True))
+    for prompt, answer in list(zip(prompts, answers, strict=True))[:8]:
+        print(repr(packer.tokenizer.decode(prompt[-40:], skip_special_tokens=False)), "->", repr(packer.tokenizer.decode(answer, skip_special_tokens=False)))
+    return {"prompts": len(answers), "ended": ended, "exact": exact}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("--steps", type=int, default=0, help="stop after so many steps (0: by time only)")
+    parser.add_argument("--rows", type=int, default=48)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--workers", type=int, default=13)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--items", type=int, default=200, help="scored examples of each kind")
+    parser.add_argument("--free", type=int, default=96, help="free-running answers")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--prepare", action="store_true", help="only tokenise the corpus into the folder")
+    parser.add_argument("--cache", type=Path, help="compiled kernels: read if there, written to OUT after the run")
+    args = parser.parse_args()
+    if args.prepare:
+        train, held = natural_tokens(args.folder / "text", Tokenizer.from_file(str(args.folder / "tok" / "tokenizer.json")))
+        save_tokens(args.folder / "corpus.xz", train)
+        save_tokens(args.folder / "held.xz", held)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_float32_matmul_precision("high")
+    if args.cache and args.cache.exists():
+        torch.compiler.load_cache_artifacts(args.cache.read_bytes())
+    trainer = run(args)
+    if args.cache:
+        saved = torch.compiler.save_cache_artifacts()
+        if saved is not None:
+            (args.out / "kernels.bin").write_bytes(saved[0])
+    finish(args, trainer)
+
+
+if __name__ == "__main__":
+    main()
