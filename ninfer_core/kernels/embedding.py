@@ -1,0 +1,24 @@
+"""Rows of the token embedding."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._op import dispatch
+
+
+def embedding(tokens: Tensor, table: Tensor) -> Tensor:
+    """Embedding rows; no scale factor.
+
+    Math: `y[t] = table[tokens[t]]`.
+    Shapes: `tokens [T]` int64, `table [vocabulary rows, E]`, result `[T, E]` fp32.
+    Domain: ids below the number of rows.
+    Numeric: exact copies of the stored values.
+    Effects: none.
+    """
+    return dispatch(embedding_ref, tokens, table)
+
+
+def embedding_ref(tokens: Tensor, table: Tensor) -> Tensor:
+    """Twin of `embedding`."""
+    return table.index_select(0, tokens).float()

@@ -1,0 +1,69 @@
+"""Products with a weight matrix, and the dense SwiGLU MLP."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ._op import Matrix, dispatch
+from .norm import rms_norm_ref
+
+
+def linear(x: Tensor, weight: Matrix, residual: Tensor | None = None, chunk: bool = False) -> Tensor:
+    """Product with a weight, and the residual sum that follows an output projection.
+
+    Math: `y = W x (+ residual)`.
+    Shapes: `x [T, K]`, `weight` `W [N, K]`, `residual [T, N]`, result `[T, N]`.
+    Domain: any T >= 1.
+    Numeric: fp32 accumulation; fp32 result. Row call (`chunk` false): a row's bits depend on that row only.
+    Effects: none.
+    """
+    return dispatch(linear_ref, x, weight, residual, chunk)
+
+
+def linear_ref(x: Tensor, weight: Matrix, residual: Tensor | None = None, chunk: bool = False) -> Tensor:
+    """Twin of `linear`."""
+    y = product(x, weight.dense, chunk)[:, : weight.rows]
+    return y if residual is None else residual + y
+
+
+def product(x: Tensor, dense: Tensor, chunk: bool) -> Tensor:
+    """`x [T, K] @ dense [K, N] -> [T, N]` in fp32.
+
+    A row call makes one vector-matrix product per row. Matrix libraries choose other kernels, with another order of
+    sums, for 1, 2 or 4 rows; the same call on the same shape for every row cannot differ. It is also faster up to some
+    eight rows: a matrix product first repacks the whole weight.
+    """
+    if x.dtype != dense.dtype:
+        return product(x.to(dense.dtype), dense, chunk).float()
+    if chunk or x.shape[0] == 1:
+        return torch.mm(x, dense)
+    y = x.new_empty(x.shape[0], dense.shape[1])
+    for row, out in zip(x.split(1), y.split(1), strict=True):
+        torch.mm(row, dense, out=out)
+    return y
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[T, 2I]` with the gate half first."""
+    gate, up = gate_up.chunk(2, -1)
+    return silu(gate) * up
+
+
+def mlp(x: Tensor, gain: Tensor, eps: float, gate_up: Matrix, down: Matrix, chunk: bool = False) -> Tensor:
+    """Post-attention norm, dense SwiGLU MLP and residual sum.
+
+    Math: `y = x + down(silu(gate u) * (up u))`, `u = norm(x)`.
+    Shapes: `x [T, E]`, `gain [E]`, `gate_up` `[2I, E]` (gate rows first), `down` `[E, I]`, result `[T, E]`.
+    Domain: any T >= 1; I a multiple of 16.
+    Numeric: fp32. Row call: a row's bits depend on that row only.
+    Effects: none.
+    """
+    return dispatch(mlp_ref, x, gain, eps, gate_up, down, chunk)
+
+
+def mlp_ref(x: Tensor, gain: Tensor, eps: float, gate_up: Matrix, down: Matrix, chunk: bool = False) -> Tensor:
+    """Twin of `mlp`."""
+    hidden = product(rms_norm_ref(x, gain, eps), gate_up.dense, chunk)[:, : gate_up.rows]
+    return x + product(swiglu(hidden), down.dense, chunk)[:, : down.rows]

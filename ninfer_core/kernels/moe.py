@@ -1,0 +1,72 @@
+"""The mixture-of-experts block: router, routed experts, gated shared expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._op import MoeWeights, dispatch
+from .linear import product, swiglu
+from .norm import rms_norm_ref
+
+
+def moe(x: Tensor, gain: Tensor, eps: float, weights: MoeWeights, active: int, chunk: bool = False) -> Tensor:
+    """Post-attention norm, mixture of experts, shared expert and residual sum.
+
+    Math: `u = norm(x)`; the `active` largest router logits of a row (ties: the lower expert) give weights by softmax
+    over the chosen; `y = x + (sum_e w_e down_e(swiglu(gate_up_e u)) + sigma(gate . u)
+    shared_down(swiglu(shared_gate_up u)))`.
+    Shapes: `x [T, E]`, `gain [E]`, result `[T, E]`.
+    Domain: any T >= 1; `1 <= active <= X`.
+    Numeric: fp32; routed terms are added by falling router weight, then the shared term, then the residual. Row call
+    (`chunk` false): a row's bits depend on that row only, not on how many rows chose an expert.
+    Effects: none.
+    """
+    return dispatch(moe_ref, x, gain, eps, weights, active, chunk)
+
+
+def moe_ref(x: Tensor, gain: Tensor, eps: float, weights: MoeWeights, active: int, chunk: bool = False) -> Tensor:
+    """Twin of `moe`."""
+    u = rms_norm_ref(x, gain, eps)
+    scores = product(u, weights.router.dense, chunk)
+    experts = weights.router.rows - 1
+    ranked = torch.sort(scores[:, :experts], dim=-1, descending=True, stable=True)
+    share = torch.softmax(ranked.values[:, :active], -1)
+    chosen = ranked.indices[:, :active].tolist()
+    out = (_chunk_experts if chunk else _row_experts)(u, weights, chosen)
+    routed = out[:, 0] * share[:, :1]
+    for rank in range(1, active):
+        routed.addcmul_(out[:, rank], share[:, rank : rank + 1])
+    shared = product(swiglu(product(u, weights.shared_gate_up.dense, chunk)), weights.shared_down.dense, chunk)
+    # The sigmoid runs over the whole padded row: its vector and scalar forms differ in the last bit.
+    routed.addcmul_(shared, torch.sigmoid(scores)[:, experts : experts + 1])
+    return x + routed
+
+
+def _row_experts(u: Tensor, weights: MoeWeights, chosen: list[list[int]]) -> Tensor:
+    """Outputs of the chosen experts `[T, A, E]`, one vector-matrix product per pair of row and expert."""
+    gate_up, down = weights.gate_up, weights.down
+    u = u.to(gate_up[0].dtype)
+    pairs = [(row, expert) for row, experts in zip(u.split(1), chosen, strict=True) for expert in experts]
+    hidden = u.new_empty(len(pairs), gate_up[0].shape[1])
+    for (row, expert), out in zip(pairs, hidden.split(1), strict=True):
+        torch.mm(row, gate_up[expert], out=out)
+    inner = swiglu(hidden.float()).to(u.dtype)
+    result = u.new_empty(len(pairs), down[0].shape[1])
+    for (_, expert), row, out in zip(pairs, inner.split(1), result.split(1), strict=True):
+        torch.mm(row, down[expert], out=out)
+    return result.float().view(len(chosen), -1, result.shape[1])
+
+
+def _chunk_experts(u: Tensor, weights: MoeWeights, chosen: list[list[int]]) -> Tensor:
+    """The same, one matrix product per expert over all its rows."""
+    flat = torch.tensor(chosen).flatten()
+    active = len(chosen[0])
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=len(weights.gate_up)).tolist()
+    result = u.new_empty(len(flat), u.shape[1])
+    for expert, places in enumerate(order.to(u.device).split(counts)):
+        if len(places):
+            hidden = product(u.index_select(0, places // active), weights.gate_up[expert], True)
+            result[places] = product(swiglu(hidden), weights.down[expert], True)
+    return result.view(len(chosen), active, u.shape[1])

@@ -1,0 +1,161 @@
+"""Everything a running sequence keeps on the device: KV pages, GDN state, convolution rows, the uncommitted window.
+
+Tensors only, no cursors: which rows are valid, and how many rows of a window were accepted, is the caller's knowledge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+from .errors import InvalidRequestError
+
+KV_GROUP = 64
+"""Values of the head axis that share a scale in INT8 pages."""
+
+_KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """Pages of one attention layer. Keys are stored after norm and rotation, values as projected.
+
+    `codes [2, K, pages, page_size, D]` (0 keys, 1 values) in fp32, bf16 or int8; `scales [2, K, pages, page_size, D
+    / 64]` fp16 for int8, else None.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.codes.shape[3]
+
+
+@dataclass(frozen=True, slots=True)
+class GdnLayer:
+    """State of one GDN layer for all slots, with the rows of the last window that wait for their commit.
+
+    `s [slots, V, dk, dv]` fp32: the committed state. `conv [slots, 3 + R, C]` fp32: three committed raw rows, then the
+    raw rows of the window. `k [slots, R, G, dk]` (normalised), `e [slots, R, V, dv]`, `decay [slots, R, V]` (`exp(g)`):
+    row i of the window updates the state by `S <- decay_i S + k_i e_i^T`. After a window of which `j` rows count, the
+    three committed raw rows are `conv[slot, j : j + 3]`.
+    """
+
+    s: Tensor
+    conv: Tensor
+    k: Tensor
+    e: Tensor
+    decay: Tensor
+
+
+class State:
+    """Device memory for `slots` running sequences and `pages` KV pages shared by them.
+
+    Args:
+        config: the model.
+        slots: sequences and checkpoints that hold GDN state at once.
+        pages: KV pages, shared by all sequences; one page table serves the trunk and the MTP layer.
+        page_size: tokens in a page.
+        kv_dtype: "int8" (groups of 64, fp16 scales), "bf16" or "fp32".
+        max_draft: most drafts in a window; a window has `max_draft + 1` rows.
+        device: where the tensors live.
+
+    Raises:
+        InvalidRequestError: an unknown `kv_dtype`, or a head size that INT8 groups do not divide.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        slots: int,
+        pages: int,
+        page_size: int = 64,
+        kv_dtype: str = "int8",
+        max_draft: int = 3,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if kv_dtype not in _KV_TYPES:
+            raise InvalidRequestError(f"kv_dtype is {kv_dtype!r}; use one of {', '.join(_KV_TYPES)}", param="kv_dtype")
+        if kv_dtype == "int8" and config.head_dim % KV_GROUP:
+            raise InvalidRequestError(
+                f"INT8 pages need a head size that is a multiple of {KV_GROUP}, not {config.head_dim}: use bf16",
+                param="kv_dtype",
+            )
+        self.config, self.slots, self.pages, self.page_size = config, slots, pages, page_size
+        self.kv_dtype, self.window, self.device = kv_dtype, max_draft + 1, torch.device(device)
+        attention = len(config.attention_layers)
+        mtp = config.mtp_num_hidden_layers
+        shape = (attention + mtp, 2, config.num_key_value_heads, pages, page_size)
+        self.kv_codes = torch.zeros(*shape, config.head_dim, dtype=_KV_TYPES[kv_dtype], device=device)
+        self.kv_scales = (
+            torch.zeros(*shape, config.head_dim // KV_GROUP, dtype=torch.float16, device=device)
+            if kv_dtype == "int8"
+            else None
+        )
+        layers = tuple(
+            KVLayer(self.kv_codes[i], None if self.kv_scales is None else self.kv_scales[i])
+            for i in range(attention + mtp)
+        )
+        self.kv, self.mtp_kv = layers[:attention], layers[attention:]
+        count, heads = len(config.gdn_layers), config.linear_num_value_heads
+        dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
+        rows = (count, slots, self.window)
+        history = config.linear_conv_kernel_dim - 1
+        self.s = torch.zeros(count, slots, heads, dk, dv, device=device)
+        self.conv = torch.zeros(count, slots, history + self.window, config.conv_channels, device=device)
+        self.window_k = torch.zeros(*rows, config.linear_num_key_heads, dk, device=device)
+        self.window_e = torch.zeros(*rows, heads, dv, device=device)
+        self.window_decay = torch.ones(*rows, heads, device=device)
+        self.gdn = tuple(
+            GdnLayer(self.s[i], self.conv[i], self.window_k[i], self.window_e[i], self.window_decay[i])
+            for i in range(count)
+        )
+
+    @property
+    def kv_bytes_per_page(self) -> int:
+        """Bytes of one page over all attention layers and the MTP layer, scales included."""
+        return sum(t.numel() * t.element_size() for t in (self.kv_codes, self.kv_scales) if t is not None) // self.pages
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot: GDN state, convolution rows and the uncommitted window."""
+        return sum(t.numel() * t.element_size() for t in self._slot_tensors) // self.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything held here."""
+        return self.kv_bytes_per_page * self.pages + self.bytes_per_slot * self.slots
+
+    @property
+    def _slot_tensors(self) -> tuple[Tensor, ...]:
+        return self.s, self.conv, self.window_k, self.window_e, self.window_decay
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the GDN state, convolution rows and window of one slot to another."""
+        for tensor in self._slot_tensors:
+            tensor[:, target].copy_(tensor[:, source])
+
+    def clear_slot(self, slot: int) -> None:
+        """Make a slot that of a sequence without tokens."""
+        for tensor in self._slot_tensors:
+            tensor[:, slot].zero_()
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Overwrite KV pages with zeros."""
+        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
+        for tensor in (self.kv_codes, self.kv_scales):
+            if tensor is not None:
+                tensor[:, :, :, index] = 0
+
+
+def state_bytes(config: ModelConfig, kv_dtype: str, max_draft: int, page_size: int = 64) -> tuple[int, int]:
+    """`(bytes of one KV page, bytes of one slot)` without allocating anything."""
+    state = State(config, slots=1, pages=1, page_size=page_size, kv_dtype=kv_dtype, max_draft=max_draft, device="meta")
+    return state.kv_bytes_per_page, state.bytes_per_slot
