@@ -1,1 +1,1 @@
-"""TBD."""
+"""Between text and tokens: tokenizer, chat template, prompts, and the reading of outputs. Never imports torch."""

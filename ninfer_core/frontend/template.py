@@ -1,45 +1,315 @@
-"""Renders a checkpoint's own chat template in a bounded Jinja sandbox."""
+"""Renders a checkpoint's own chat template in a Jinja sandbox with bounds on time, text and steps.
+
+Jinja2 itself renders (not a port of it), so a template gives the bytes it gives in transformers. A template comes with
+a downloaded file and is not trusted: it reaches no Python object and no file, and before compilation its loops, calls,
+concatenations, literals and outputs are wrapped so that each is counted.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import json
-from typing import Any
+import time
+import types
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any, cast
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from ..errors import ContentError, InvalidRequestError
 
+MAX_STEPS = 5_000_000
+"""Loop rounds and calls in one rendering."""
 
-def tojson(value: Any) -> str:
-    """Plain JSON with `", "` and `": "`, keys in insertion order, non-ASCII kept, nothing HTML-escaped."""
-    return json.dumps(value, ensure_ascii=False)
+MAX_CHARACTERS = 64_000_000
+"""Characters made in one rendering, those of macros and intermediate strings counted each time."""
+
+MAX_SECONDS = 10.0
+"""Processor time of one rendering."""
+
+MAX_LITERAL = 10_000
+"""Values inside one list, tuple or mapping that a template builds, nested ones counted."""
+
+MAX_SOURCE = 1_000_000
+"""Characters of a template."""
 
 
-def _raise_exception(message: str) -> None:
-    raise InvalidRequestError(str(message), param="messages")
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FILTERS = _words(
+    "abs capitalize count d default dictsort e escape first float int items last length list lower map max min reject "
+    "rejectattr reverse round safe select selectattr sort string title trim unique upper"
+)
+_STRING_METHODS = _words(
+    "capitalize count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace isupper lower "
+    "lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines "
+    "startswith strip title upper"
+)
+_METHODS = {
+    str: _STRING_METHODS,
+    dict: _words("get items keys values"),
+    list: _words("count index"),
+    tuple: _words("count index"),
+}
+
+
+class _Budget:
+    """What one rendering may still use."""
+
+    def __init__(self) -> None:
+        self.steps = MAX_STEPS
+        self.characters = MAX_CHARACTERS
+        self.deadline = time.thread_time() + MAX_SECONDS
+
+    def step(self, count: int = 1) -> None:
+        before = self.steps
+        self.steps -= count
+        if self.steps < 0:
+            raise SecurityError(f"more than {MAX_STEPS:,} steps")
+        if before >> 8 != self.steps >> 8 and time.thread_time() > self.deadline:
+            raise SecurityError(f"more than {MAX_SECONDS:g} s of processor time")
+
+    def write(self, count: int) -> None:
+        self.characters -= count
+        if self.characters < 0:
+            raise SecurityError(f"more than {MAX_CHARACTERS:,} characters made")
+
+
+_budget: contextvars.ContextVar[_Budget] = contextvars.ContextVar("template_budget")
+
+
+def _made(value: Any) -> Any:
+    """Count a value that an operation made."""
+    if isinstance(value, str | list | tuple):
+        _budget.get().write(len(value))
+    return value
+
+
+@pass_context
+def _each(_: Context, values: Any) -> Any:
+    """The values of a loop, counted before it starts."""
+    if not hasattr(values, "__len__"):
+        values = list(islice(values, MAX_STEPS)) if isinstance(values, Iterable) else values
+    if hasattr(values, "__len__"):
+        _budget.get().step(len(values) + 1)
+    return values
+
+
+@pass_context
+def _joined(_: Context, values: list[Any]) -> str:
+    return str(_made("".join(map(str, values))))
+
+
+@pass_context
+def _shown(_: Context, value: Any) -> Any:
+    """A value that is printed."""
+    _budget.get().write(len(value if isinstance(value, str) else str(value)))
+    return value
+
+
+@pass_context
+def _fixed(_: Context, count: int) -> str:
+    """Fixed text of the template that is printed next."""
+    _budget.get().write(count)
+    return ""
+
+
+@pass_context
+def _literal(_: Context, value: Any) -> Any:
+    """A container the template builds: shared parts count each time, so nothing can grow exponentially."""
+    left = MAX_LITERAL
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        left -= 1
+        if left < 0:
+            raise SecurityError(f"a literal holds more than {MAX_LITERAL:,} values")
+        if isinstance(item, list | tuple):
+            stack += item
+        elif isinstance(item, Mapping):
+            stack += item.values()
+    return value
+
+
+def _join(values: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
+    """The `join` filter, with the size known before the string is made."""
+    items = [str(item[attribute] if attribute is not None else item) for item in islice(values, MAX_STEPS)]
+    _budget.get().write(sum(map(len, items)) + len(d) * len(items))
+    return d.join(items)
+
+
+def _replace(text: Any, old: str, new: str, count: int = -1) -> str:
+    """The `replace` filter and method, with the size known before the string is made."""
+    text = str(text)
+    times = text.count(old) if old else len(text) + 1
+    _budget.get().write(len(text) + len(new) * (min(times, count) if count >= 0 else times))
+    return text.replace(old, new, count)
+
+
+class _Counted(NodeTransformer):
+    """Wraps what costs time or memory in counting filters."""
+
+    @staticmethod
+    def _wrap(node: nodes.Node, name: str) -> nodes.Filter:
+        return nodes.Filter(cast(nodes.Expr, node), name, [], [], None, None, lineno=node.lineno)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.iter = self._wrap(node.iter, "_each")
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._wrap(nodes.List(node.nodes, lineno=node.lineno), "_joined")
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._wrap(node, "_literal")
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._wrap(node, "_literal")
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._wrap(node, "_literal") if node.ctx == "load" else node
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        made: list[nodes.Expr] = []
+        for part in node.nodes:
+            if isinstance(part, nodes.TemplateData):
+                made += [self._wrap(nodes.Const(len(part.data), lineno=part.lineno), "_fixed"), part]
+            else:
+                made.append(self._wrap(part, "_shown"))
+        node.nodes = made
+        return node
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox: few filters, few methods, every operation counted, nothing to load."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Counted().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            return _made(left + right)
+        if not all(isinstance(side, int | float) and abs(side) < 2**63 for side in (left, right)):
+            raise SecurityError(f"{operator} is for numbers below 2**63 only")
+        if operator == "**":
+            raise SecurityError("** is not allowed")
+        return left * right if operator == "*" else left % right
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        _budget.get().step()
+        if isinstance(__obj, types.BuiltinMethodType) and not isinstance(__obj.__self__, types.ModuleType):
+            owner, name = __obj.__self__, __obj.__name__
+            if not any(isinstance(owner, kind) and name in names for kind, names in _METHODS.items()):
+                raise SecurityError(f"the method {name} is not allowed")
+            if name == "replace":
+                __obj = partial(_replace, owner)
+            return _made(super().call(__context, __obj, *args, **kwargs))
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _default(value: Any) -> Any:
+    """What the json module cannot write itself: mappings and sequences of other types."""
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray):
+        return list(value)
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
+
+
+def _raise_exception(message: Any) -> None:
+    raise InvalidRequestError(f"the chat template refuses this conversation: {message}", param="messages")
 
 
 class ChatTemplate:
-    """One compiled template; `render` may be called from several threads."""
+    """One compiled template; `render` may be called from several threads.
 
-    def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = _raise_exception
+    `trim_blocks`, `lstrip_blocks` and loop controls are on. `tojson` writes plain JSON: `", "` and `": "`, keys in
+    insertion order, non-ASCII kept, nothing HTML-escaped.
+
+    Args:
+        source: the template.
+        clean: applied to all text that `tojson` writes.
+
+    Raises:
+        ContentError: it does not compile, or uses a filter that the sandbox lacks.
+    """
+
+    def __init__(self, source: str, clean: Callable[[str], str] = str) -> None:
+        if len(source) > MAX_SOURCE:
+            raise ContentError(f"chat_template.jinja has {len(source):,} characters; the limit is {MAX_SOURCE:,}")
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters = {name: environment.filters[name] for name in _FILTERS}
+        counted: dict[str, Any] = {
+            "_each": _each,
+            "_joined": _joined,
+            "_shown": _shown,
+            "_fixed": _fixed,
+            "_literal": _literal,
+        }
+        environment.filters |= {**counted, "join": _join, "replace": _replace, "tojson": self._tojson}
+        environment.globals = {
+            "namespace": environment.globals["namespace"],
+            "range": environment.globals["range"],
+            "raise_exception": _raise_exception,
+        }
+        self.source = source
+        self._clean = clean
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError, SyntaxError) as error:
             raise ContentError(f"chat_template.jinja does not compile: {error}") from error
+
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        if indent is not None and not 0 <= indent <= 16:
+            raise SecurityError(f"tojson(indent={indent!r}): 0 to 16 is allowed")
+        text = json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+            default=_default,
+        )
+        return str(_made(self._clean(text)))
 
     def render(self, **context: Any) -> str:
         """The prompt text for `messages`, `tools`, `add_generation_prompt` and the template's keyword options.
 
         Raises:
-            InvalidRequestError: the template refused the conversation, or failed on it.
+            InvalidRequestError: the template refused the conversation, failed on it, or passed a limit.
         """
+        token = _budget.set(_Budget())
         try:
             return self._template.render(**context)
-        except TemplateError as error:
-            raise InvalidRequestError(f"the chat template failed: {error}", param="messages") from error
+        except InvalidRequestError:
+            raise
+        except Exception as error:  # whatever a template does is no fault of the engine
+            raise InvalidRequestError(
+                f"the chat template failed on this conversation: {str(error) or type(error).__name__}", param="messages"
+            ) from error
+        finally:
+            _budget.reset(token)

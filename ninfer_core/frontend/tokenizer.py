@@ -59,7 +59,9 @@ class Tokenizer:
         """Every added token, flagged special or not: text -> id."""
         self._added_bytes = {i: text.encode() for text, i in self.special.items()}
         spellings = sorted(self.special, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        self.pattern = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        """Finds added tokens in text."""
+        """Finds added tokens in text."""
         # The same model without added tokens; the model object itself is shared.
         self._plain = tokenizers.Tokenizer(self._full.model)
         if self._full.normalizer is not None:
@@ -125,7 +127,7 @@ class Tokenizer:
             return list(self._encode_plain(text.replace(broken_by, "") if broken_by else text))
         ids: list[int] = []
         end = 0
-        for match in self._pattern.finditer(text):
+        for match in self.pattern.finditer(text):
             if match.start() > end:
                 ids += self._segment(text[end : match.start()], broken_by)
             ids.append(self.special[match.group()])
@@ -164,7 +166,7 @@ class Tokenizer:
                 raise ValueError(f"token id {token} is negative; ids are 0..{self.addressable - 1}")
             found = self._added_bytes.get(token)
             if found is None:
-                text = self._full.id_to_token(token) if token < self.addressable else ""
+                text = (self._full.id_to_token(token) if token < self.addressable else None) or ""
                 found = bytes(self._alphabet[letter] for letter in text)
             self._bytes[token] = found
         return found

@@ -1,0 +1,475 @@
+"""A request becomes a prompt: real clients' message lists made fit for the template, rendered and tokenised.
+
+The model's template is strict (one system message, in front; arguments as mappings; at least one user query). Clients
+are not. What the template would refuse is rendered through a stand-in that it accepts, and the stand-in is replaced in
+the text; every other byte is the template's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..config import ModelConfig
+from ..errors import ContentError, InvalidRequestError, UnsupportedError
+from ..types import Image, Message, Part, Request, Text, Tool, ToolCall, Video
+from .output import OutputMachine
+from .template import ChatTemplate
+from .tokenizer import Tokenizer, replace_surrogates
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+ASSISTANT = IM_START + "assistant\n"
+SYSTEM = IM_START + "system\n"
+THINK_CLOSE = "\n</think>\n\n"
+ENDS = (IM_END, "<|endoftext|>")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+MARK = "\ufdd0"
+"""A noncharacter that no input keeps (it becomes U+FFFD), so what carries it is ours."""
+
+_STOOD_IN = re.compile(f"{MARK}([sq])([0-9]*){MARK}")
+_VERBATIM = re.compile(f"<parameter={MARK}>\n{MARK}([0-9]+){MARK}\n</parameter>\n")
+_MEDIUM = re.compile(rf"<\|vision_start\|><\|(image|video)_pad\|><\|vision_end\|>{MARK}")
+
+PRESETS: dict[str, dict[bool, dict[str, float]]] = {
+    "qwen3.6-27b": {
+        True: {"presence_penalty": 0.0},
+        False: {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5},
+    },
+    "qwen3.6-35b-a3b": {
+        True: {"presence_penalty": 1.5},
+        False: {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5},
+    },
+}
+"""What the publisher advises beyond `generation_config.json`: model id -> thinking -> sampling parameters."""
+
+
+class MediaInput(Protocol):
+    """A prepared image or video. `text` replaces the template's `<|vision_start|>..<|vision_end|>` for it."""
+
+    @property
+    def text(self) -> str:
+        """Ordinary text, vision markers and one pad token per feature."""
+
+
+class MediaLoader(Protocol):
+    """Fetches and prepares media; raises `MediaError` for what cannot be read."""
+
+    def load(self, part: Image | Video) -> MediaInput:
+        """Prepare one image or video."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedMedia:
+    """A prepared medium and the token spans [start, stop) of its pads: one for an image, one per pair for a video."""
+
+    media: MediaInput
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt.
+
+    Attributes:
+        token_ids: the tokens.
+        thinking: the output starts inside a think block.
+        media: images and videos in order of appearance.
+        checkpoints: numbers of leading tokens after which a state checkpoint pays, ascending: the end of the system
+            turn with the tools, and the place where the rendering of the next turn can first differ.
+        text: the prompt as text, media expanded.
+        continued: the output continues the text of the last assistant message.
+    """
+
+    token_ids: tuple[int, ...]
+    thinking: bool
+    media: tuple[PlacedMedia, ...] = ()
+    checkpoints: tuple[int, ...] = ()
+    text: str = ""
+    continued: bool = False
+
+
+class _Conversation:
+    """The messages of a request in the form the template takes, and what was put in their place."""
+
+    def __init__(self, request: Request, clean: Any) -> None:
+        self._clean = clean
+        self.systems: list[str] = []
+        self.verbatim: list[str] = []
+        self.media: list[Image | Video] = []
+        messages = list(request.messages)
+        if not messages:
+            raise InvalidRequestError("messages is empty; give at least one message", param="messages")
+        for i, message in enumerate(messages):
+            if message.role not in ROLES:
+                raise InvalidRequestError(
+                    f"messages[{i}].role is {message.role!r}; it must be one of {', '.join(ROLES)}", param="messages"
+                )
+        first = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+        if first < len(messages) and messages[first].role == "tool":
+            raise InvalidRequestError(
+                f"messages[{first}] is a tool result with no call before it; put the assistant's tool_calls first",
+                param="messages",
+            )
+        self.messages: list[dict[str, Any]] = []
+        if first:
+            texts = [self._system(messages[i], i) for i in range(first)]
+            self.messages.append({"role": "system", "content": "\n\n".join(text for text in texts if text.strip())})
+        if not any(map(_is_query, messages)):
+            self.messages.append({"role": "user", "content": f"{MARK}q{MARK}"})
+        for i in range(first, len(messages)):
+            self.messages.append(self._message(messages[i], i))
+
+    def _system(self, message: Message, i: int) -> str:
+        if not isinstance(message.content, str) and any(not isinstance(part, Text) for part in message.content):
+            raise InvalidRequestError(f"messages[{i}]: a system message can hold text only", param="messages")
+        return str(self._clean(message.text))
+
+    def _message(self, message: Message, i: int) -> dict[str, Any]:
+        if message.role in ("system", "developer"):
+            # Not a query for the template, so reasoning before it stays as it was.
+            self.systems.append(self._system(message, i).strip())
+            return {"role": "user", "content": f"<tool_response>{MARK}s{len(self.systems) - 1}{MARK}</tool_response>"}
+        trusted = message.role == "assistant"
+        made: dict[str, Any] = {"role": message.role, "content": self._content(message.content, i, trusted)}
+        if trusted:
+            if message.reasoning is not None:
+                made["reasoning_content"] = _unmark(message.reasoning)
+            if message.tool_calls:
+                made["tool_calls"] = [self._call(call, i) for call in message.tool_calls]
+        return made
+
+    def _content(self, content: str | tuple[Part, ...], i: int, trusted: bool) -> str | list[dict[str, Any]]:
+        clean = _unmark if trusted else self._clean
+        if isinstance(content, str):
+            return str(clean(content))
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            if isinstance(part, Text):
+                parts.append({"type": "text", "text": clean(part.text)})
+            elif isinstance(part, Image | Video):
+                # The mark behind it tells this placeholder from one that a user typed.
+                self.media.append(part)
+                parts += [
+                    {"type": "image" if isinstance(part, Image) else "video"},
+                    {"type": "text", "text": MARK},
+                ]
+            else:
+                raise InvalidRequestError(
+                    f"messages[{i}].content holds a {type(part).__name__}; parts are Text, Image or Video",
+                    param="messages",
+                )
+        return parts
+
+    def _call(self, call: ToolCall, i: int) -> dict[str, Any]:
+        if not isinstance(call.name, str) or not call.name:
+            raise InvalidRequestError(f"messages[{i}]: a tool call has no function name", param="messages")
+        arguments: Any = call.arguments
+        if isinstance(arguments, str):
+            parsed = parse_arguments(arguments)
+            if parsed is None:
+                self.verbatim.append(str(self._clean(arguments)))
+                arguments = {MARK: f"{MARK}{len(self.verbatim) - 1}{MARK}"}
+                return {"type": "function", "function": {"name": self._clean(call.name), "arguments": arguments}}
+            arguments = parsed
+        values = {
+            self._clean(str(key)): self._clean(value) if isinstance(value, str) else value
+            for key, value in (arguments or {}).items()
+        }
+        return {"type": "function", "function": {"name": self._clean(call.name), "arguments": values}}
+
+
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments in a JSON string; `""` and `"null"` are none; None if it is not an object."""
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return {} if found is None else found if isinstance(found, dict) else None
+
+
+def _is_query(message: Message) -> bool:
+    """Whether the template takes this message for the user's question."""
+    text = message.text.strip() if message.role == "user" else ""
+    return message.role == "user" and not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
+
+
+def _unmark(text: str) -> str:
+    return replace_surrogates(text).replace(MARK, "\ufffd")
+
+
+def tool_json(tool: Tool) -> Mapping[str, Any]:
+    """The JSON object of a tool as the template prints it: the client's own if there is one."""
+    if tool.raw is not None:
+        return tool.raw
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    return {"type": "function", "function": {**function, "parameters": tool.parameters}}
+
+
+class Frontend:
+    """Everything between requests and token ids for one model. One object may be used from several threads.
+
+    Args:
+        resources: the checkpoint's files by name: `tokenizer.json`, `chat_template.jinja`, and if present
+            `tokenizer_config.json` and `generation_config.json`.
+        config: the model.
+        media: prepares images and videos; None refuses them.
+        strict: special-token text inside messages, tools and arguments stays ordinary text. The default turns it into
+            the special tokens, as other implementations of this format do.
+
+    Raises:
+        ContentError: a file is missing or cannot be used.
+    """
+
+    def __init__(
+        self,
+        resources: Mapping[str, bytes],
+        config: ModelConfig,
+        *,
+        media: MediaLoader | None = None,
+        strict: bool = False,
+    ) -> None:
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            if name not in resources:
+                raise ContentError(f"{name} is missing from the model's files")
+        get = resources.get
+        self.config = config
+        self.strict = strict
+        self.media = media
+        self.tokenizer = Tokenizer(resources["tokenizer.json"], get("tokenizer_config.json"))
+        if self.tokenizer.addressable > config.vocab_size:
+            raise ContentError(
+                f"the tokenizer has {self.tokenizer.addressable} ids, the model's matrices {config.vocab_size} rows"
+            )
+        self.template = ChatTemplate(resources["chat_template.jinja"].decode("utf-8"), clean=self._clean)
+        generation = get("generation_config.json")
+        self._generation: dict[str, Any] = json.loads(generation) if generation else {}
+        self.eos_ids = self._eos()
+        self._close_ids = tuple(self.tokenizer.encode(THINK_CLOSE))
+
+    def _eos(self) -> tuple[int, ...]:
+        """Ids that end an output: those of the generation configuration and the end of a turn."""
+        given = self._generation.get("eos_token_id")
+        ids = [given] if isinstance(given, int) else list(given or [])
+        return tuple(dict.fromkeys([*map(int, ids), *(self.tokenizer.id(text) for text in ENDS)]))
+
+    def _clean(self, text: str) -> str:
+        """Text from outside: no marks of ours; in strict mode no special token's spelling stays whole."""
+        text = _unmark(text)
+        if self.strict:
+            text = self.tokenizer.pattern.sub(lambda match: match.group()[:1] + MARK + match.group()[1:], text)
+        return text
+
+    def generation_defaults(self, thinking: bool) -> dict[str, float]:
+        """Sampling parameters for whatever a request leaves open, by the names of `Sampling`."""
+        given = self._generation
+        made = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        made |= {key: given[key] for key in (*made, "repetition_penalty") if given.get(key) is not None}
+        if given.get("do_sample") is False:
+            made["temperature"] = 0.0
+        return {
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            **made,
+            **PRESETS.get(self.config.model_id, {}).get(thinking, {}),
+        }
+
+    def render(self, request: Request) -> str:
+        """The prompt text of a request, each image or video as the template's one placeholder.
+
+        Raises:
+            InvalidRequestError: the conversation cannot be rendered; the message says why.
+        """
+        if request.prompt is not None:
+            ids = self._raw_ids(request)
+            return request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(ids)
+        return self._render(request)[0].replace(MARK, "")
+
+    def prepare(self, request: Request) -> Prompt:
+        """The tokens of a request's prompt.
+
+        Raises:
+            InvalidRequestError: the conversation cannot be rendered; `MediaError` for a medium that cannot be read.
+        """
+        if request.prompt is not None:
+            ids = self._raw_ids(request)
+            text = request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(ids)
+            return Prompt(tuple(ids), request.thinking is True, text=text)
+        text, media, thinking = self._render(request)
+        text, placed = self._expand(text, media)
+        ids, checkpoints = self._encode(text)
+        return Prompt(
+            tuple(ids),
+            thinking,
+            self._place(text, ids, placed),
+            checkpoints,
+            text.replace(MARK, ""),
+            request.continue_final_message and not thinking,
+        )
+
+    def machine(self, request: Request, prompt: Prompt) -> OutputMachine:
+        """The state machine that reads this request's output."""
+        calls = request.tools if request.tool_choice.mode != "none" else ()
+        return OutputMachine(
+            self.tokenizer.token_bytes,
+            eos_ids=self.eos_ids,
+            ignore_eos=request.ignore_eos,
+            stop_ids=request.stop_token_ids,
+            stops=request.stop,
+            thinking=prompt.thinking,
+            tools=calls,
+            parallel=request.parallel_tool_calls,
+            close_ids=self._close_ids,
+            continued=prompt.continued,
+            raw=request.prompt is not None and not prompt.thinking and not calls,
+        )
+
+    def _raw_ids(self, request: Request) -> Sequence[int]:
+        """The tokens of a prompt given as text or ids."""
+        prompt, count = request.prompt, self.tokenizer.addressable
+        if request.messages:
+            raise InvalidRequestError("give messages or prompt, not both", param="prompt")
+        if not prompt:
+            raise InvalidRequestError("prompt is empty; give at least one token", param="prompt")
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        for i, token in enumerate(prompt):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < count:
+                raise InvalidRequestError(
+                    f"prompt[{i}] is {token!r}; token ids are integers from 0 to {count - 1}", param="prompt"
+                )
+        return prompt
+
+    def _render(self, request: Request) -> tuple[str, list[Image | Video], bool]:
+        """The text with marks left in it, its media, and whether the output starts inside a think block."""
+        thinking = request.thinking is not False and request.thinking_budget != 0
+        talk = _Conversation(request, self._clean)
+        if request.continue_final_message:
+            thinking = _leave_open(talk.messages[-1], request.messages[-1])
+        keep = request.preserve_thinking
+        if keep is None and request.tools:
+            keep = True
+        options: dict[str, Any] = {} if keep is None else {"preserve_thinking": keep}
+        if request.add_vision_id:
+            options["add_vision_id"] = True
+        text = self.template.render(
+            messages=talk.messages,
+            tools=[tool_json(tool) for tool in request.tools] or None,
+            add_generation_prompt=not request.continue_final_message,
+            enable_thinking=thinking,
+            **options,
+        )
+        if request.continue_final_message:
+            text = text[: text.index(f"{MARK}c{MARK}")]
+        return _put_back(text, talk), talk.media, thinking
+
+    def _expand(self, text: str, media: Sequence[Image | Video]) -> tuple[str, list[tuple[MediaInput, int, int]]]:
+        """The text with media expanded; each medium with its place in the text."""
+        if not media:
+            return text, []
+        if self.media is None:
+            raise UnsupportedError(
+                f"the request has {len(media)} images or videos, but this model is loaded without vision; "
+                "send text only, or load a model with its vision tower",
+                param="messages",
+            )
+        found = list(_MEDIUM.finditer(text))
+        if [match.group(1) == "image" for match in found] != [isinstance(part, Image) for part in media]:
+            raise InvalidRequestError("the chat template did not print one placeholder per medium", param="messages")
+        pieces: list[str] = []
+        placed: list[tuple[MediaInput, int, int]] = []
+        end = length = 0
+        for match, part in zip(found, media, strict=True):
+            loaded = self.media.load(part)
+            pieces += [text[end : match.start()], loaded.text]
+            length += match.start() - end
+            placed.append((loaded, length, length + len(loaded.text)))
+            length += len(loaded.text)
+            end = match.end()
+        return "".join([*pieces, text[end:]]), placed
+
+    def _place(
+        self, text: str, ids: Sequence[int], placed: Sequence[tuple[MediaInput, int, int]]
+    ) -> tuple[PlacedMedia, ...]:
+        """Token spans of the media: the n-th pad in the text is the n-th pad token, a user's own included."""
+        if not placed:
+            return ()
+        pads = re.compile(r"<\|(?:image|video)_pad\|>")
+        wanted = {self.tokenizer.id("<|image_pad|>"), self.tokenizer.id("<|video_pad|>")}
+        where = [i for i, token in enumerate(ids) if token in wanted]
+        offsets = [match.start() for match in pads.finditer(text)]
+        made: list[PlacedMedia] = []
+        for loaded, start, stop in placed:
+            spans: list[tuple[int, int]] = []
+            for token in (token for token, at in zip(where, offsets, strict=True) if start <= at < stop):
+                if spans and spans[-1][1] == token:
+                    spans[-1] = (spans[-1][0], token + 1)
+                else:
+                    spans.append((token, token + 1))
+            made.append(PlacedMedia(loaded, tuple(spans)))
+        return tuple(made)
+
+    def _encode(self, text: str) -> tuple[list[int], tuple[int, ...]]:
+        """Token ids and checkpoints. Text is cut only where a special token starts, which changes no token."""
+        cuts: list[int] = []
+        if text.startswith(SYSTEM) and (end := text.find(IM_END + "\n" + IM_START)) >= 0:
+            cuts.append(end + len(IM_END) + 1)
+        header = text.rfind(ASSISTANT) + len(ASSISTANT)
+        if header >= len(ASSISTANT) and self.tokenizer.pattern.match(text, header):
+            cuts.append(header)
+        ids: list[int] = []
+        checkpoints: list[int] = []
+        start = 0
+        for cut in sorted(set(cuts)):
+            ids += self.tokenizer.encode(text[start:cut], broken_by=MARK)
+            checkpoints.append(len(ids))
+            start = cut
+        return ids + self.tokenizer.encode(text[start:], broken_by=MARK), tuple(checkpoints)
+
+
+def _leave_open(made: dict[str, Any], message: Message) -> bool:
+    """Mark where the final assistant message is to be continued; True if that is inside its think block."""
+    if message.role != "assistant" or message.tool_calls:
+        raise InvalidRequestError(
+            "continue_final_message needs an assistant message without tool calls at the end", param="messages"
+        )
+    mark = f"{MARK}c{MARK}"
+    if message.reasoning is not None and not message.content:
+        made["reasoning_content"] = message.reasoning + mark
+        return True
+    if isinstance(made["content"], str):
+        made["content"] += mark
+    else:
+        made["content"].append({"type": "text", "text": mark})
+    return False
+
+
+def _put_back(text: str, talk: _Conversation) -> str:
+    """Replace the turns that stand in for late system messages and a missing query, and unparsable arguments."""
+    if talk.verbatim:
+        text = _VERBATIM.sub(lambda match: talk.verbatim[int(match.group(1))] + "\n", text)
+    pieces: list[str] = []
+    done = seen = 0
+    for match in _STOOD_IN.finditer(text):
+        start = text.rfind(IM_START, done, match.start())
+        end = text.find(IM_END, match.end())
+        if start < 0 or end < 0:
+            raise InvalidRequestError("the chat template cannot print a late system message", param="messages")
+        end += len(IM_END)
+        end += text.startswith("\n", end)
+        pieces.append(text[done:start])
+        if match.group(1) == "s":
+            pieces.append(f"{SYSTEM}{talk.systems[int(match.group(2))]}{IM_END}\n")
+            seen += 1
+        done = end
+    if seen != len(talk.systems):
+        raise InvalidRequestError("the chat template cannot print a late system message", param="messages")
+    return "".join([*pieces, text[done:]])
