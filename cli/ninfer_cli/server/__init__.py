@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI, Anthropic and Ollama interfaces over one engine."""

@@ -1,0 +1,215 @@
+"""Ollama's `/api/chat` and `/api/generate`: JSON lines, whole tool calls, durations in nanoseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from ninfer_core.types import (
+    Completion,
+    Event,
+    Finish,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    Timings,
+    TokenLogprob,
+    ToolCall,
+    ToolCallEnd,
+    Usage,
+)
+
+from .answer import documented, respond
+from .anthropic import input_object
+from .body import read_request
+from .common import call_id
+from .context import Server
+from .errors import body_of, fault_of
+from .models import rfc3339
+from .ollama_input import bounded, chat_request, generate_request
+from .ollama_models import model_routes
+from .schemas import OllamaBase, OllamaChatRequest, OllamaGenerateRequest
+from .wire import NDJSON, JsonResponse, ndjson
+
+
+def done_fields(reason: str, usage: Usage, timings: Timings, arrived: float) -> dict[str, Any]:
+    """The fields of a last line. Durations are never zero: clients divide by them."""
+    total = time.monotonic() - arrived
+    return {
+        "done": True,
+        "done_reason": "length" if reason == "length" else "stop",
+        "total_duration": _nanoseconds(total),
+        "load_duration": 1,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": _nanoseconds(timings.prefill),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": _nanoseconds(timings.decode),
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1e9))
+
+
+def call_object(call: ToolCall, index: int) -> dict[str, Any]:
+    """A whole call; arguments are an object here."""
+    function = {"index": index, "name": call.name, "arguments": input_object(call)}
+    return {"id": call_id(call.id, "call_"), "function": function}
+
+
+def logprob_entries(logprobs: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
+    """Token log-probabilities."""
+
+    def plain(item: TokenLogprob) -> dict[str, Any]:
+        return {"token": item.token, "logprob": max(item.logprob, -9999.0), "bytes": list(item.bytes)}
+
+    return [{**plain(item), "top_logprobs": [plain(other) for other in item.top]} for item in logprobs]
+
+
+class OllamaShape:
+    """How a piece of output looks: in `message` for a chat, at the top level for a generation."""
+
+    def __init__(self, model: str, chat: bool, arrived: float, logprobs: bool) -> None:
+        self.model, self.chat, self.arrived, self.logprobs = model, chat, arrived, logprobs
+
+    def line(
+        self,
+        text: str = "",
+        thinking: str = "",
+        calls: list[dict[str, Any]] | None = None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> dict[str, Any]:
+        """One object, not the last one yet."""
+        body: dict[str, Any] = {"role": "assistant", "content": text} if self.chat else {"response": text}
+        if thinking:
+            body["thinking"] = thinking
+        if calls:
+            body["tool_calls"] = calls
+        line: dict[str, Any] = {"model": self.model, "created_at": rfc3339(time.time())}
+        line |= {"message": body} if self.chat else body
+        if self.logprobs and logprobs:
+            line["logprobs"] = logprob_entries(logprobs)
+        line["done"] = False
+        return line
+
+
+class OllamaEncoder:
+    """Events to JSON lines; every line has its message, also the heartbeat."""
+
+    media_type = NDJSON
+
+    def __init__(self, shape: OllamaShape, request_id: str, truncated: int = 0) -> None:
+        self.shape, self.request_id, self.truncated = shape, request_id, truncated
+
+    @property
+    def heartbeat(self) -> bytes:
+        """A line without content: a blank line would break this API's own client."""
+        return ndjson(self.shape.line())
+
+    def start(self) -> bytes:
+        """An empty line before the prompt is read."""
+        return self.heartbeat
+
+    def event(self, index: int, event: Event) -> bytes:
+        """The line of one event."""
+        if isinstance(event, TextDelta):
+            shown = event.logprobs if self.shape.logprobs else ()
+            return ndjson(self.shape.line(text=event.text, logprobs=shown)) if event.text or shown else b""
+        if isinstance(event, ReasoningDelta):
+            return ndjson(self.shape.line(thinking=event.text)) if event.text else b""
+        if isinstance(event, ToolCallEnd):
+            return ndjson(self.shape.line(calls=[call_object(event.call, event.index)]))
+        return b""
+
+    def end(self, finishes: dict[int, Finish]) -> bytes:
+        """The last line."""
+        end = finishes[0]
+        line = self.shape.line() | done_fields(end.reason, end.usage, end.timings, self.shape.arrived)
+        if self.truncated:
+            line["truncated_messages"] = self.truncated
+        return ndjson(line)
+
+    def error(self, error: BaseException) -> bytes:
+        """The error line."""
+        return ndjson(body_of(fault_of(error), "ollama", self.request_id))
+
+
+def complete(shape: OllamaShape, completion: Completion, truncated: int) -> dict[str, Any]:
+    """The answer to `stream: false`."""
+    message = completion.message
+    calls = [call_object(call, index) for index, call in enumerate(message.tool_calls)]
+    line = shape.line(completion.text, message.reasoning or "", calls, completion.logprobs)
+    line |= done_fields(completion.finish_reason, completion.usage, completion.timings, shape.arrived)
+    if truncated:
+        line["truncated_messages"] = truncated
+    return line
+
+
+def _unloads(keep_alive: float | str | None) -> bool:
+    if isinstance(keep_alive, str):
+        return keep_alive.strip() in ("0", "0s", "0m", "0h", "0ms")
+    return keep_alive == 0
+
+
+def _empty(shape: OllamaShape, body: OllamaBase) -> Response:
+    """No prompt: Ollama's way to load (or with `keep_alive` 0 to unload) a model. Ours stays loaded either way."""
+    line = shape.line() | {"done": True, "done_reason": "unload" if _unloads(body.keep_alive) else "load"}
+    if body.stream is False:
+        return JsonResponse(line)
+    return Response(ndjson(line), media_type=NDJSON)
+
+
+async def _answer(
+    server: Server, http: HttpRequest, body: OllamaBase, shape: OllamaShape, request: Request
+) -> Response:
+    def fit() -> tuple[Request, int]:
+        return bounded(request, body, server)
+
+    request, truncated = await asyncio.get_running_loop().run_in_executor(server.workers, fit)
+    stream = body.stream is not False
+    record = http.scope["state"]["record"]
+    return await respond(
+        server,
+        http,
+        [request],
+        encoder=OllamaEncoder(shape, record.request_id, truncated) if stream else None,
+        complete=lambda done: complete(shape, done[0], truncated),
+    )
+
+
+def router(server: Server) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(tags=["Ollama"])
+    limit = server.settings.max_body_bytes
+    model_routes(routes, server)
+
+    def shape_of(http: HttpRequest, body: OllamaBase, chat: bool) -> OllamaShape:
+        record = http.scope["state"]["record"]
+        record.model, record.stream = server.model_name(body.model), body.stream is not False
+        return OllamaShape(record.model, chat, record.arrived, bool(body.logprobs))
+
+    @routes.post("/api/chat", **documented(OllamaChatRequest))
+    async def chat(http: HttpRequest) -> Response:
+        """A chat turn, streamed unless `stream` is false."""
+        body = await read_request(http, OllamaChatRequest, limit)
+        shape = shape_of(http, body, True)
+        if not body.messages:
+            return _empty(shape, body)
+        request, http.scope["state"]["record"].dropped = chat_request(body, server)
+        return await _answer(server, http, body, shape, request)
+
+    @routes.post("/api/generate", **documented(OllamaGenerateRequest))
+    async def generate(http: HttpRequest) -> Response:
+        """A generation from one prompt, streamed unless `stream` is false."""
+        body = await read_request(http, OllamaGenerateRequest, limit)
+        shape = shape_of(http, body, False)
+        if not body.prompt and not body.images:
+            return _empty(shape, body)
+        return await _answer(server, http, body, shape, generate_request(body, server))
+
+    return routes

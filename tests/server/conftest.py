@@ -1,0 +1,98 @@
+"""A server over a real socket for every test: in-process transports never deliver a disconnect."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from ninfer_cli.server.app import build_app
+from ninfer_cli.server.settings import ServerSettings
+
+from ninfer_core.testing import ScriptedEngine
+from ninfer_core.types import Message, Text
+
+DATA = Path(__file__).resolve().parents[1] / "data/server"
+
+
+class Running:
+    """A started server: its engine, its shared state, and a client for it."""
+
+    def __init__(self, engine: ScriptedEngine, port: int, state: Any) -> None:
+        self.engine, self.port, self.state = engine, port, state
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """A POST of a JSON body (or of `content=`)."""
+        return self.http.post(path, **({} if "content" in options else {"json": body}), **options)
+
+    def lines(self, path: str, body: Any, **options: Any) -> list[str]:
+        """The non-empty lines of a streamed answer."""
+        with self.http.stream("POST", path, json=body, **options) as answer:
+            assert answer.status_code == 200, answer.read()
+            return [line for line in answer.iter_lines() if line]
+
+    @property
+    def last(self) -> Any:
+        """The last request the engine accepted."""
+        return self.engine.requests[-1]
+
+    def idle(self) -> bool:
+        """Wait until nothing runs any more, in the engine and in the server."""
+        done = self.engine.wait_idle()
+        end = time.monotonic() + 5
+        while self.state.fairness.in_flight and time.monotonic() < end:
+            time.sleep(0.005)
+        return done and not self.state.fairness.in_flight
+
+
+@contextlib.contextmanager
+def running(engine: ScriptedEngine, **settings: Any) -> Iterator[Running]:
+    """Serve an engine on a free port."""
+    app = build_app(engine, ServerSettings(**settings))
+    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2, lifespan="on")
+    server = uvicorn.Server(config)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.005)
+    handle = Running(engine, listener.getsockname()[1], app.state.server)
+    try:
+        yield handle
+    finally:
+        handle.http.close()
+        server.should_exit = True
+        thread.join(10)
+        engine.close()
+        assert not thread.is_alive(), "the server did not stop"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Running]]:
+    """A factory: `serve("Hello!")` or `serve(engine, heartbeat=0.1)`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(engine: Any = "Hello!", **settings: Any) -> Running:
+            if not isinstance(engine, ScriptedEngine):
+                scripts = engine if isinstance(engine, tuple) else (engine,)
+                engine = ScriptedEngine(*scripts)
+            return stack.enter_context(running(engine, **settings))
+
+        yield start
+
+
+def text_of(message: Message) -> str:
+    """The text of a message."""
+    content = message.content
+    return content if isinstance(content, str) else "".join(p.text for p in content if isinstance(p, Text))
