@@ -195,7 +195,7 @@ def resolve(name: str, environ: Mapping[str, str] | None = None) -> Path:
     for entry in entries:
         if entry.name == wanted:
             raise ArtifactError(f"the artifact of {entry.name} at {entry.path} is not usable: {entry.problem}")
-    if _is_path(name):
+    if _is_path(name) and (Path(name).expanduser().exists() or not _known_name(wanted)):
         return _resolve_path(name)
     raise ModelNotFoundError(_not_found(name, wanted, [entry.name for entry in entries if not entry.problem], environ))
 
@@ -207,6 +207,10 @@ def describe(name: str, environ: Mapping[str, str] | None = None) -> ModelEntry:
         if entry.path == path:
             return entry
     return inspect_path(path, "")
+
+
+def _known_name(name: str) -> KnownModel | None:
+    return next((model for model in KNOWN if model.name == name), None)
 
 
 def _is_path(name: str) -> bool:
@@ -226,7 +230,7 @@ def _resolve_path(name: str) -> Path:
 
 
 def _not_found(name: str, wanted: str, names: list[str], environ: Mapping[str, str] | None) -> str:
-    known = next((model for model in KNOWN if model.name == wanted), None)
+    known = _known_name(wanted)
     lines = [f"model {name!r} is not installed" if known else f"model {name!r} is unknown"]
     if not known:
         from difflib import get_close_matches

@@ -12,7 +12,7 @@ INTERRUPTED, TERMINATED = 130, 143
 
 TABLE = {
     OK: "done",
-    INTERNAL: "internal error",
+    INTERNAL: "internal error, or a fault inside the engine",
     USAGE: "wrong usage, request or setting",
     UNKNOWN_MODEL: "model unknown or not installed",
     SERVER: "the engine or server refused or failed the request",
@@ -34,6 +34,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (errors.DeviceError, DEVICE),
     (errors.InvalidRequestError, USAGE),
     (errors.MissingDependencyError, USAGE),
+    (errors.EngineFailedError, INTERNAL),
     (errors.EngineError, SERVER),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +20,20 @@ _MESSAGE_KEYS = {
     "reasoning_content",
     "reasoning",
 }
+
+
+def argument_text(text: str, what: str) -> str:
+    """A text from the command line as proper Unicode, also under a locale that is not UTF-8.
+
+    Raises:
+        InvalidRequestError: the bytes are not UTF-8; `what` names the argument.
+    """
+    if text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text):
+        return text
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        raise InvalidRequestError(f"{what} is not UTF-8 text") from None
 
 
 def read_json(path: Path) -> Any:

@@ -212,7 +212,7 @@ def run(
 ) -> None:
     """Answer a prompt, or talk. stdout carries the answer alone; text on stdin goes in front of PROMPT."""
     from . import run as command
-    from .inputs import read_tools
+    from .inputs import argument_text, read_tools
 
     parameters: dict[str, Any] = {
         "temperature": temperature,
@@ -232,11 +232,13 @@ def run(
         parameters["stop"] = tuple(stop)
     options = command.RunOptions(
         model=model,
-        prompt=prompt,
+        prompt=None if prompt is None else argument_text(prompt, "the prompt"),
         messages=messages,
         images=image or [],
         videos=video or [],
-        settings=Settings(system, think, parameters, read_tools(tools) if tools else ()),
+        settings=Settings(
+            system and argument_text(system, "--system"), think, parameters, read_tools(tools) if tools else ()
+        ),
         load=command.LoadOptions(context_length, draft_tokens, device, threads),
         show_thinking=show_thinking,
         verbose=verbose,

@@ -173,7 +173,7 @@ def test_unknown_names_say_what_is_installed_and_what_is_near(env: dict[str, str
     with pytest.raises(ModelNotFoundError, match=r"did you mean my-assistant;") as caught:
         store.resolve("my-asistant", env)
     assert "installed: " in caught.value.message and "\n" not in caught.value.message
-    with pytest.raises(ModelNotFoundError, match="did you mean qwen3.6:27b"):
+    with pytest.raises(ModelNotFoundError, match=r"did you mean qwen3\.6:27b"):
         store.resolve("qwen3.6:27", env)
 
 

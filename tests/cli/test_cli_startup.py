@@ -1,0 +1,105 @@
+"""The command line starts quickly, loads nothing it does not need, and the documents name only real commands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_support import NINFER, ROOT, environment
+from ninfer_cli.main import app
+
+HEAVY = {"torch", "triton", "transformers", "numpy", "rich", "pydantic", "prompt_toolkit", "httpx", "fastapi", "jinja2"}
+
+
+def imported(tmp_path: Path, *args: str) -> set[str]:
+    """The heavy packages that a command loads."""
+    code = (
+        "import sys, atexit\n"
+        f"atexit.register(lambda: print(sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr))\n"
+        f"from ninfer_cli.main import main\nmain({list(args)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return set(eval(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["list"], ["list", "--json"], ["ls"], ["run", "--help"]])
+def test_what_must_answer_at_once_loads_nothing_heavy(tmp_path: Path, args: list[str]) -> None:
+    assert imported(tmp_path, *args) == set()
+
+
+@pytest.mark.parametrize("args", [["--help"], ["list"]])
+def test_start_up_time(tmp_path: Path, args: list[str]) -> None:
+    # Measured 0.25 s on two shared cores; the bound is wide, a heavy import costs more than the rest of it.
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([*NINFER, *args], env=environment(tmp_path), capture_output=True, check=True, timeout=60)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1.2, times
+
+
+def test_importing_the_program_loads_no_torch() -> None:
+    code = f"import sys, ninfer_cli.main; bad = {HEAVY!r} & set(sys.modules); assert not bad, bad"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(Path.home()))
+
+
+def command_names() -> set[str]:
+    """All commands of the program, hidden ones included."""
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    return names
+
+
+def test_help_lists_every_command(tmp_path: Path) -> None:
+    done = subprocess.run([*NINFER, "--help"], env=environment(tmp_path), capture_output=True, text=True, check=True)
+    listed = set(re.findall(r"^  (\w+)  ", done.stdout.split("Commands:")[1], re.M))
+    assert listed == command_names() - {"ls"}
+
+
+def shell_lines(text: str) -> list[str]:
+    """The lines of all shell code blocks of a Markdown text."""
+    blocks = re.findall(r"```(?:bash|sh|shell|console)\n(.*?)```", text, re.S)
+    return [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+
+
+def test_the_readme_names_only_commands_and_options_that_exist(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    uses = [match for line in shell_lines(text) for match in re.findall(r"\bninfer (-?[\w-]+)([^|;&#]*)", line)]
+    assert uses, "README.md shows no ninfer command in a shell block"
+    for command, rest in uses:
+        if command.startswith("-"):
+            assert command in ("--help", "--version", "--install-completion"), command
+            continue
+        assert command in command_names(), f"README.md uses `ninfer {command}`, which does not exist"
+        done = subprocess.run(
+            [*NINFER, command, "--help"], env=environment(tmp_path), capture_output=True, text=True, check=True
+        )
+        for option in re.findall(r"(?<!\S)--[a-z-]+", rest):
+            assert option in done.stdout, f"README.md uses `ninfer {command} {option}`, which does not exist"
+
+
+def test_completion_knows_commands_and_models(tmp_path: Path) -> None:
+    from cli_support import write_tiny_artifact
+
+    write_tiny_artifact(tmp_path / "models/tiny")
+    for words, expected in (("ninfer sh", "show"), ("ninfer show ti", "tiny")):
+        done = subprocess.run(
+            NINFER,
+            env=environment(
+                tmp_path,
+                _NINFER_COMPLETE="complete_bash",
+                COMP_WORDS=words,
+                COMP_CWORD=str(len(words.split()) - 1),
+                NINFER_MODELS=str(tmp_path / "models"),
+            ),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.split() == [expected], done.stderr
