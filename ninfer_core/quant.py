@@ -224,8 +224,8 @@ def _codes(x: torch.Tensor, inverse: torch.Tensor, f: Format) -> torch.Tensor:
     return (x * inverse[:, None]).round_().clamp_(f.qmin, f.qmax)
 
 
-# Scales tried by the search, as multiples of the max-abs scale. Below 1 the largest values clip and the rest gets finer;
-# the fewer levels a format has, the more clipping pays. A refit afterwards moves the winner to its least-squares scale.
+# Scales tried by the search, as multiples of the max-abs scale. Below 1 the largest values clip and the rest gets
+# finer; the fewer levels a format has, the more clipping pays. Refits then move the winner to its least-squares scale.
 _FACTORS = {
     4: (0.72, 0.78, 0.83, 0.88, 0.92, 0.96),
     5: (0.82, 0.86, 0.90, 0.93, 0.96, 0.98),
