@@ -417,7 +417,7 @@ class ScriptedEngine(EngineInterface):
             raise steps.error
         room = max(1, self._context_length - len(prompt.token_ids))
         params = resolve_sampling(request.sampling, self.frontend.generation_defaults(prompt.thinking))
-        handle = RequestHandle(request, on_cancel=self._wake)
+        handle = RequestHandle(request, on_cancel=self._wake, position=self._queue_position)
         session = Session(
             handle,
             prompt,
@@ -425,7 +425,6 @@ class ScriptedEngine(EngineInterface):
             limit=min(request.max_tokens or room, room),
             seed=params.seed,
         )
-        handle._position = self._queue_position
         with self._lock:
             if len(self._running) >= self._max_sequences and len(self._waiting) >= self._max_queue:
                 raise EngineBusyError(

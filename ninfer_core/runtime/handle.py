@@ -25,16 +25,20 @@ class RequestHandle:
     """
 
     def __init__(
-        self, request: Request, *, on_cancel: Callable[[RequestHandle], None] | None = None, id: str | None = None
+        self,
+        request: Request,
+        *,
+        on_cancel: Callable[[RequestHandle], None] | None = None,
+        position: Callable[[RequestHandle], int | None] | None = None,
     ) -> None:
-        self.id = id or "req-" + uuid.uuid4().hex[:24]
+        self.id = "req-" + uuid.uuid4().hex[:24]
         self.request = request
         self.prompt_tokens = 0
         self._events: list[Event] = []
         self._error: BaseException | None = None
         self._done = False
         self._cancelled = False
-        self._position: Callable[[RequestHandle], int | None] | None = None
+        self._position = position
         self._on_cancel = on_cancel
         self._condition = threading.Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []

@@ -1,4 +1,4 @@
-"""Named engines of this process: made on first use, loaded once, shared by everything that asks for the name. No torch."""
+"""Named engines of this process: made on first use, loaded once, shared by all that ask for the name. No torch."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ..state import State
 
 @dataclass(slots=True)
 class Window:
-    """What the device needs to know of one sequence for one round.
+    """What the device needs to know of one sequence for one call.
 
     `tokens`: R ids; `length`: index of the first; `commit`: rows of the previous window that count;
     `pages`: its KV pages in order; `rope_delta`: rotary position minus index.
@@ -29,7 +29,7 @@ class Window:
     slot: int
     length: int
     commit: int
-    pages: Sequence[int]
+    pages: Tensor
     rope_delta: int = 0
 
 
@@ -42,57 +42,70 @@ class Rounds:
         self._state = state
         self._device = device
 
-    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
     def _tables(self, windows: Sequence[Window]) -> Tensor:
-        width = max(len(w.pages) for w in windows)
-        return self._tensor([[*w.pages, *[w.pages[0]] * (width - len(w.pages))] for w in windows])
+        if len(windows) == 1:
+            return windows[0].pages[None]
+        width = max(w.pages.numel() for w in windows)
+        tables = windows[0].pages.new_zeros(len(windows), width)
+        for table, window in zip(tables, windows, strict=True):
+            table[: window.pages.numel()] = window.pages
+        return tables
 
     def verify(self, windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
-        """Hidden rows [B, R, hidden] and logits [B, R, V] fp32 on the host of all windows (equal R)."""
+        """Hidden rows [B, R, hidden] on the device, logits [B, R, V] fp32 on the host, of all windows (equal R)."""
         hidden = self._decoder.verify(
             self._state,
-            self._tensor([w.tokens for w in windows]),
-            self._tensor([w.slot for w in windows]),
-            self._tensor([w.length for w in windows]),
-            self._tensor([w.commit for w in windows]),
+            torch.tensor([w.tokens for w in windows], device=self._device),
+            [w.slot for w in windows],
+            [w.length for w in windows],
+            [w.commit for w in windows],
             self._tables(windows),
-            self._tensor([w.rope_delta for w in windows]),
+            [w.rope_delta for w in windows],
         )
-        return hidden, self._decoder.logits(hidden).float().cpu()
+        return hidden, self._decoder.logits(hidden).cpu()
 
-    def realign(self, windows: Sequence[Window], tokens: list[list[int]], hidden: Tensor) -> Tensor:
-        """Draft-layer rows under the trunk's own hidden rows, over whatever drafting left there: m' [B, R, hidden].
+    def realign(self, windows: Sequence[Window], tokens: list[list[int]], hidden: Tensor, wanted: list[int]) -> Tensor:
+        """Draft-layer rows under the trunk's own hidden rows [B, R, hidden], over what drafting left there.
 
-        `tokens` [B, R]: for each row the token that follows it.
+        `tokens` [B, R]: for each row the token that follows it. Returns the `wanted` row of each sequence [B, hidden].
         """
-        return self._rows(windows, tokens, hidden, [w.length for w in windows])
+        return self._rows(windows, tokens, hidden, [w.length for w in windows], wanted)
 
     def draft(self, windows: Sequence[Window], hidden: Tensor, starts: list[int], count: int) -> list[list[int]]:
-        """`count` drafts for each sequence, from the last draft-layer row [B, hidden].
+        """`count` drafts for each sequence, from its last draft-layer row [B, hidden].
 
         `starts`: the length of each sequence now, where the first chained row goes.
         """
-        if self._mtp is None:
-            return [[] for _ in windows]
-        steps: list[list[int]] = []
-        for i in range(count):
-            if i:
-                rows = [[token] for token in steps[-1]]
-                hidden = self._rows(windows, rows, hidden[:, None], [s + i - 1 for s in starts])[:, 0]
+        assert self._mtp is not None
+        steps = [self._mtp.draft(hidden).tolist()]
+        for i in range(count - 1):
+            rows = [[token] for token in steps[-1]]
+            hidden = self._rows(windows, rows, hidden[:, None], [start + i for start in starts], None)
             steps.append(self._mtp.draft(hidden).tolist())
         return [list(column) for column in zip(*steps, strict=True)]
 
-    def _rows(self, windows: Sequence[Window], tokens: list[list[int]], hidden: Tensor, starts: list[int]) -> Tensor:
-        if self._mtp is None:
-            raise ValueError("this model has no draft layer")
+    def fill(self, window: Window, tokens: list[int], hidden: Tensor) -> None:
+        """Draft-layer rows of a prompt from `window.length` on, for later rows to look at; their results are unused."""
+        assert self._mtp is not None
+        ids = torch.tensor(tokens, device=self._device)
+        self._mtp.prefill(self._state, ids, hidden, window.length, window.pages)
+
+    def _rows(
+        self,
+        windows: Sequence[Window],
+        tokens: list[list[int]],
+        hidden: Tensor,
+        starts: list[int],
+        wanted: list[int] | None,
+    ) -> Tensor:
+        assert self._mtp is not None
         return self._mtp.rows(
             self._state,
-            self._tensor(tokens),
+            torch.tensor(tokens, device=self._device),
             hidden,
-            self._tensor([w.slot for w in windows]),
-            self._tensor(starts),
+            [w.slot for w in windows],
+            starts,
             self._tables(windows),
-            self._tensor([w.rope_delta for w in windows]),
-        )
+            [w.rope_delta for w in windows],
+            wanted,
+        )[:, 0]

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineFailedError
+from ..model.decoder import Decoder
+from ..model.mtp import MTP
 from ..state import State
 from ..types import TokenLogprob
+from .options import PAGE
 from .pool import Pool
 from .rounds import Rounds, Window
 from .sampler import RawLogprob, Sampler
 from .session import Session
-
-PAGE = 64
 
 Proposal = Callable[["Running", list[int]], list[int]]
 """For tests: given a sequence and the draft layer's drafts, the drafts to verify instead (any ids, equally many)."""
@@ -36,6 +37,7 @@ class Running:
     sampler: Sampler
     slot: int
     pages: list[int]
+    table: Tensor
     tokens: list[int]
     target: int
     length: int = 0
@@ -64,7 +66,11 @@ class Running:
         known = self.tokens[self.length : self.length + rows]
         tokens = (known + self.drafts)[:rows]
         tokens += [0] * (rows - len(tokens))
-        return Window(tokens, self.slot, self.length, self.commit, self.pages)
+        return Window(tokens, self.slot, self.length, self.commit, self.table)
+
+    def place(self, length: int) -> Window:
+        """A window without tokens: where rows of the draft layer from index `length` on go."""
+        return Window([], self.slot, length, 0, self.table)
 
 
 class Runner:
@@ -75,8 +81,8 @@ class Runner:
 
     def __init__(
         self,
-        decoder: object,
-        mtp: object | None,
+        decoder: Decoder,
+        mtp: MTP | None,
         state: State,
         *,
         slots: int,
@@ -91,7 +97,7 @@ class Runner:
         self._decoder = decoder
         self._state = state
         self._device = torch.device(device)
-        self._rounds = Rounds(decoder, mtp, state, self._device)  # type: ignore[arg-type]
+        self._rounds = Rounds(decoder, mtp, state, self._device)
         self._has_mtp = mtp is not None and draft_tokens > 0
         self._chunk = prefill_chunk
         self._decorate = decorate
@@ -117,7 +123,8 @@ class Runner:
             self.pages.give(pages)
             return None
         self._state.clear_slot(slots[0])
-        return Running(session, sampler, slots[0], pages, list(prompt), len(prompt))
+        table = torch.tensor(pages, device=self._device)
+        return Running(session, sampler, slots[0], pages, table, list(prompt), len(prompt))
 
     def close(self, sequence: Running) -> None:
         """Give the pages and the slot back. The caller ends the session."""
@@ -127,7 +134,34 @@ class Runner:
 
     def scrub(self, sequence: Running) -> None:
         """Overwrite the pages of a failed sequence: what is not a number must not wait there for the next owner."""
-        self._state.clear_pages(sequence.pages)
+        self._clear_pages(sequence.pages)
+
+    def _clear_pages(self, pages: Sequence[int]) -> None:
+        index = torch.tensor(pages, dtype=torch.int64, device=self._device)
+        for tensor in (self._state.kv_codes, self._state.kv_scales):
+            if tensor is not None:
+                tensor.index_fill_(3, index, 0)
+
+    def probe(self) -> bool:
+        """Make one token in a free slot, to see whether the device still works; False if no slot or page is free.
+
+        Raises whatever the model raises; FloatingPointError if the logits are not finite.
+        """
+        slots = self.slots.take(1)
+        pages = self.pages.take(1) if slots else None
+        try:
+            if not slots or not pages:
+                return False
+            self._state.clear_slot(slots[0])
+            tokens = torch.zeros(2, dtype=torch.int64, device=self._device)
+            table = torch.tensor(pages, dtype=torch.int64, device=self._device)
+            hidden = self._decoder.prefill(self._state, tokens, slots[0], 0, table)
+            if not self._decoder.logits(hidden[-1:]).isfinite().all():
+                raise FloatingPointError("the logits of a test token are not finite")
+            return True
+        finally:
+            self.slots.give(slots or ())
+            self.pages.give(pages or ())
 
     def restart(self, sequence: Running) -> None:
         """Forget the device state and read all known tokens again: the way out when a shared call failed."""
@@ -146,35 +180,35 @@ class Runner:
         """
         start = sequence.length
         end = min(start + self._chunk, sequence.target)
-        hidden = self._decoder.prefill(  # type: ignore[attr-defined]
+        hidden = self._decoder.prefill(
             self._state,
-            torch.tensor(sequence.tokens[start:end], dtype=torch.int64, device=self._device),
+            torch.tensor(sequence.tokens[start:end], device=self._device),
             sequence.slot,
             start,
-            torch.tensor(sequence.pages, dtype=torch.int64, device=self._device),
+            sequence.table,
         )
         sequence.length = end
         if end == sequence.target and len(sequence.tokens) == end:
-            logits = self._decoder.logits(hidden[-1:]).float().cpu()  # type: ignore[attr-defined]
+            logits = self._decoder.logits(hidden[-1:]).cpu()
             self._emit(sequence, logits, [], drafted=None)
         if self._has_mtp and not sequence.session.ended:
             self._prefill_drafts(sequence, hidden, start, end)
 
     def _prefill_drafts(self, sequence: Running, hidden: Tensor, start: int, end: int) -> None:
-        """Draft-layer rows of the chunk: each needs the token after it, so one hidden row waits for the next chunk."""
+        """Draft-layer rows of the chunk: each needs the token after it, so one hidden row waits for the next chunk.
+
+        The very last row, behind which the first token is known, is run as in decoding: drafts start from it.
+        """
         if sequence.carry is not None:
             hidden = torch.cat([sequence.carry, hidden])
             start -= 1
-        last = len(sequence.tokens) > end  # the token behind the last row is known
-        rows = end - start - (0 if last else 1)
-        sequence.carry = None if last and not sequence.prefilling else hidden[-1:].clone()
-        if rows == 0:
-            return
-        window = Window([], sequence.slot, start, 0, sequence.pages)
-        tokens = sequence.tokens[start + 1 : start + 1 + rows]
-        out = self._rounds.realign([window], [tokens], hidden[None, :rows])
+        sequence.carry = hidden[-1:].clone()
+        if end - 1 > start:
+            self._rounds.fill(sequence.place(start), sequence.tokens[start + 1 : end], hidden[:-1])
         if not sequence.prefilling:
-            self._propose([sequence], out[:, -1])
+            carry, sequence.carry = sequence.carry, None
+            place = sequence.place(end - 1)
+            self._propose([sequence], self._rounds.realign([place], [[sequence.tokens[end]]], carry[None], [0]))
 
     # decoding
 
@@ -245,8 +279,7 @@ class Runner:
             tokens = sequence.tokens[window.length + 1 : sequence.length + 1]
             following.append(tokens + [0] * (len(window.tokens) - len(tokens)))
             last.append(sequence.commit - 1)
-        out = self._rounds.realign(windows, following, hidden)
-        self._propose(sequences, out[torch.arange(len(last)), torch.tensor(last)])
+        self._propose(sequences, self._rounds.realign(windows, following, hidden, last))
 
     def _propose(self, sequences: list[Running], hidden: Tensor) -> None:
         """Draft for the given sequences; not behind forced tokens, where the next tokens are known."""
@@ -254,7 +287,7 @@ class Runner:
         if not wanted:
             return
         sequences, hidden = [sequences[i] for i in wanted], hidden[wanted]
-        windows = [Window([], s.slot, s.length, 0, s.pages) for s in sequences]
+        windows = [s.place(s.length) for s in sequences]
         drafts = self._rounds.draft(windows, hidden, [s.length for s in sequences], self.draft_tokens)
         for sequence, made in zip(sequences, drafts, strict=True):
             sequence.drafts = made if self.proposal is None else self.proposal(sequence, made)

@@ -123,9 +123,9 @@ class Scheduler:
             self._lock.wait_for(lambda: self._changed or self._closed is not None, timeout)
 
     @property
-    def idle(self) -> bool:
-        """Nothing runs and nothing waits."""
-        return not self._waiting and not self._prefilling and not self._decoding
+    def closed(self) -> bool:
+        """Whether `stop` was called."""
+        return self._closed is not None
 
     def step(self) -> bool:
         """End what must end, admit, read one chunk, run one round. False if there was nothing to do."""

@@ -8,15 +8,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..errors import RequestTimeoutError
 from ..types import Event, Finish, FinishReason, Timings, TokenLogprob, Usage
 from .handle import RequestHandle
 
-if TYPE_CHECKING:
-    from ..frontend.output import OutputMachine
-    from ..frontend.prompt import Prompt
+
+class Prompt(Protocol):
+    """What a session needs of a prepared prompt."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+
+
+class OutputMachine(Protocol):
+    """What a session needs of the text machine (`frontend.output`)."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string, an end token or the like has ended the output."""
+
+    @property
+    def kept(self) -> int:
+        """How many ids of the last `feed` count."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """The think block is open."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens inside the think block so far."""
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that matched."""
+
+    def feed(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> list[Event]:
+        """Take tokens, give events."""
+
+    def forced_close(self) -> list[int]:
+        """The tokens that close the think block."""
+
+    def finish(self, reason: FinishReason) -> list[Event]:
+        """Flush what is held back."""
+
+    def finish_reason(self, default: FinishReason) -> FinishReason:
+        """The reason to report."""
 
 
 class Session:

@@ -1,0 +1,351 @@
+"""The engine: one loaded model, thread-safe, with a synchronous core and an asynchronous shell. Public entry point.
+
+    from ninfer_core import Engine
+
+    with Engine.load("demo") as engine:
+        print(engine.generate("Say hello.", thinking=False).text)
+        for event in engine.stream("Count to three."):
+            ...
+
+Importing this module does not import torch; loading an engine does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import store
+from .errors import (
+    ContextOverflowError,
+    EngineClosedError,
+    EngineFailedError,
+    EngineForkError,
+    InvalidRequestError,
+    NinferError,
+    UnsupportedError,
+)
+from .frontend.output import parse_text
+from .frontend.prompt import Frontend
+from .runtime.handle import RequestHandle
+from .runtime.interface import EngineInterface, Prompt, make_request
+from .runtime.options import EngineOptions
+from .runtime.registry import NamedEngine, Registry
+from .runtime.session import Session
+from .runtime.validation import check_request, resolve_sampling
+from .types import Message, Request, TokenLogprob, Tool
+
+if TYPE_CHECKING:
+    from .artifact import Artifact
+    from .runtime.sampler import RawLogprob
+
+__all__ = ["Engine", "EngineOptions", "ModelCard", "RequestHandle", "get_engine", "parse_output", "render_prompt"]
+
+log = logging.getLogger("ninfer.engine")
+
+
+class ModelCard(EngineInterface):
+    """What is known of a model without its weights: names, limits, capabilities, tokenizer, template.
+
+    It counts and renders, and cannot generate.
+    """
+
+    def __init__(self, options: EngineOptions, artifact: Artifact | None = None) -> None:
+        self.spec = options
+        self._path = store.resolve(options.model)
+        if artifact is None:
+            artifact = _open(self._path)
+        self.config = artifact.config
+        self.model_id = artifact.model_id
+        self.frontend = _frontend(self._path, artifact)
+        limit = self.config.max_position_embeddings
+        self._context = limit if options.context_length == "auto" else min(options.context_length, limit)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The name it was loaded by, its canonical name and the model's id."""
+        names = (self.spec.model, store.canonical(self.spec.model), self.model_id)
+        plain = tuple(name for name in dict.fromkeys(names) if "/" not in name and os.sep not in name)
+        return plain or (self.model_id,)
+
+    @property
+    def context_length(self) -> int:
+        """The model's own limit, or the context asked for."""
+        return self._context
+
+    @property
+    def vision(self) -> bool:
+        """Whether images can be read."""
+        return False
+
+    @property
+    def profile(self) -> dict[str, Any]:
+        """Capabilities, with the keys of the public model-profile data set."""
+        return {
+            "name": self.served_names[0],
+            "max_input_tokens": self.context_length,
+            "max_output_tokens": self.context_length,
+            "text_inputs": True,
+            "image_inputs": self.vision,
+            "image_url_inputs": False,
+            "image_tool_message": self.vision,
+            "pdf_inputs": False,
+            "audio_inputs": False,
+            "video_inputs": False,
+            "text_outputs": True,
+            "image_outputs": False,
+            "audio_outputs": False,
+            "video_outputs": False,
+            "reasoning_output": True,
+            "tool_calling": True,
+            "tool_call_streaming": True,
+            "tool_choice": False,
+            "structured_output": False,
+            "temperature": True,
+            "open_weights": True,
+        }
+
+    @property
+    def state(self) -> str:
+        """Always `new`."""
+        return "new"
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer: `encode`, `decode`, `token_bytes`."""
+        return self.frontend.tokenizer
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Always refuses: there are no weights."""
+        raise EngineClosedError(f"{self.spec.model} is described, not loaded; use Engine.load or get_engine")
+
+    def check(self, request: Request) -> None:
+        """Validate a request as `submit` does, short of its length."""
+        check_request(request, addressable=self.frontend.tokenizer.addressable, vision=self.vision, grammars=False)
+
+    def prepare(self, request: Request) -> Any:
+        """Validate, render and tokenize.
+
+        Raises:
+            InvalidRequestError: see `submit`.
+        """
+        self.check(request)
+        try:
+            return self.frontend.prepare(request)
+        except NinferError:
+            raise
+        except RecursionError as error:
+            raise InvalidRequestError("the request is nested too deeply to be rendered", param="messages") from error
+        except Exception as error:
+            raise EngineFailedError(f"the prompt could not be prepared ({type(error).__name__}: {error})") from error
+
+    def count_tokens(
+        self, messages: Prompt, tools: Sequence[Tool] | None = None, *, thinking: bool | None = None
+    ) -> int:
+        """Tokens of the prompt these render to: what `usage.prompt_tokens` will say."""
+        if isinstance(messages, Request):
+            return len(self.prepare(messages).token_ids)
+        return len(self.prepare(make_request(messages, tools=tuple(tools or ()), thinking=thinking)).token_ids)
+
+    def render(self, messages: Prompt, tools: Sequence[Tool] | None = None, *, thinking: bool | None = None) -> str:
+        """The prompt text these render to."""
+        if isinstance(messages, Request):
+            request = messages
+        else:
+            request = make_request(messages, tools=tuple(tools or ()), thinking=thinking)
+        self.check(request)
+        return self.frontend.render(request)
+
+    def health(self) -> dict[str, Any]:
+        """`{"status": "new"}`."""
+        return {"status": self.state}
+
+    def stats(self) -> dict[str, Any]:
+        """Nothing to count."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Engine(ModelCard):
+    """One loaded model. Make it with `Engine.load`; close it, or use it as a context manager.
+
+    Many requests run at once; all methods may be called from any thread and any event loop.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        from .runtime.loading import load_model
+        from .runtime.loop import start_loop
+        from .runtime.runner import Runner
+
+        artifact = _open(store.resolve(options.model))
+        super().__init__(options, artifact)
+        loaded = load_model(artifact, options)
+        self.route = loaded.route
+        self.plan = loaded.plan
+        self.draft_tokens = loaded.draft_tokens
+        self._context = loaded.plan.context_length
+        self._runner = Runner(
+            loaded.decoder,
+            loaded.mtp,
+            loaded.state,
+            slots=loaded.plan.slots,
+            pages=loaded.plan.pages,
+            draft_tokens=loaded.draft_tokens,
+            prefill_chunk=options.prefill_chunk,
+            decorate=partial(_decorate, self.frontend.tokenizer),
+            device=loaded.device,
+        )
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._scheduler, self._loop = start_loop(
+            self._runner,
+            max_sequences=options.max_sequences,
+            max_queue=options.max_queue,
+            threads=loaded.threads,
+            name=self.model_id,
+        )
+        self._finalizer = weakref.finalize(self, self._loop.stop)
+
+    @classmethod
+    def load(cls, model: str = "demo", *, options: EngineOptions | None = None, **fields: Any) -> Engine:
+        """Load a model: a name known to the store, or a path. `fields` are those of `EngineOptions`.
+
+        Raises:
+            ModelNotFoundError, ArtifactError: no such model, or one that cannot be used.
+            MemoryPlanError, DeviceError: it does not fit, or there is no such device.
+            InvalidRequestError: an option out of range. TypeError: an unknown option.
+        """
+        if options is None:
+            options = EngineOptions(model=str(model), **fields)
+        elif fields:
+            raise TypeError(f"options= and {sorted(fields)} were both given; use one of the two")
+        return cls(options)
+
+    @property
+    def state(self) -> str:
+        """`ready`, `failed` or `closed`."""
+        if self._closed:
+            return "closed"
+        return "ready" if self._loop.failure is None and self._loop.alive else "failed"
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Validate and queue a request; see `EngineInterface.submit`."""
+        self._check_usable()
+        prompt = self.prepare(request)
+        tokens = prompt.token_ids
+        if len(tokens) > self._context:
+            raise ContextOverflowError(len(tokens), self._context)
+        if prompt.media and not self.vision:
+            raise UnsupportedError("the loaded model has no vision tower; send text only", param="messages")
+        from .runtime.sampler import Sampler
+
+        params = resolve_sampling(request.sampling, self.frontend.generation_defaults(prompt.thinking))
+        room = max(1, self._context - len(tokens))
+        session = Session(
+            RequestHandle(request, on_cancel=self._scheduler.notify, position=self._scheduler.position),
+            prompt,
+            self.frontend.machine(request, prompt),
+            limit=min(request.max_tokens or room, room),
+            seed=params.seed,
+        )
+        addressable = self.frontend.tokenizer.addressable
+        sampler = Sampler(params, addressable=addressable, prompt=tokens, logprobs=request.logprobs)
+        self._scheduler.enqueue(session, sampler)
+        return session.handle
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineForkError(
+                f"this engine was loaded in process {self._pid}, which forked this one; load models after forking, or "
+                "start processes with the spawn method"
+            )
+        if self._closed:
+            raise EngineClosedError("the engine is closed; load it again")
+        if self._loop.failure is not None:
+            raise EngineFailedError(str(self._loop.failure))
+
+    def health(self) -> dict[str, Any]:
+        """`ok` only when a token can be made: the loop runs, and the model worked when it was last used or tried."""
+        status = {"ready": "ok"}.get(self.state, self.state)
+        if status == "ok" and self._scheduler.suspect:
+            status = "checking"
+        return {"status": status, "model": self.served_names[0], "route": self.route}
+
+    def stats(self) -> dict[str, Any]:
+        """Requests running and waiting, pages and slots free and in all, and totals since loading."""
+        return self._scheduler.stats()
+
+    def close(self) -> None:
+        """End all requests with `EngineClosedError` and stop the thread. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self._closing:
+            self._closed = True
+            self._finalizer()
+
+
+def _decorate(tokenizer: Any, raw: Sequence[RawLogprob]) -> list[TokenLogprob]:
+    """Log-probabilities with the text and bytes of their tokens."""
+
+    def entry(token: int, value: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        data = tokenizer.token_bytes(token)
+        return TokenLogprob(token, data.decode(errors="replace"), value, data, top)
+
+    return [entry(token, value, tuple(entry(*other) for other in top)) for token, value, top in raw]
+
+
+def _open(path: Path) -> Artifact:
+    from .artifact import Artifact
+
+    return Artifact.open(path)
+
+
+_FRONTENDS: dict[Path, Frontend] = {}
+
+
+def _frontend(path: Path, artifact: Artifact) -> Frontend:
+    """The frontend of an artifact, made once per process: reading a large vocabulary takes about a second."""
+    if path not in _FRONTENDS:
+        _FRONTENDS[path] = Frontend(artifact.resources, artifact.config)
+    return _FRONTENDS[path]
+
+
+@lru_cache(maxsize=8)
+def _card(options: EngineOptions) -> ModelCard:
+    return ModelCard(options)
+
+
+_REGISTRY = Registry(lambda options: Engine.load(options=options), _card)
+
+
+def get_engine(name: str = "default", spec: EngineOptions | None = None) -> NamedEngine:
+    """The named engine of this process, made on first use and not loaded until used.
+
+    Raises:
+        EngineConflictError: the name is taken with other options; the message lists the fields that differ.
+    """
+    return _REGISTRY.get(name, spec)
+
+
+def render_prompt(
+    messages: Prompt, tools: Sequence[Tool] | None = None, thinking: bool | None = True, model: str = "demo"
+) -> str:
+    """The text a conversation is given to the model as. Reads the template and the tokenizer, no weights."""
+    return _card(EngineOptions(model=model)).render(messages, tools, thinking=thinking)
+
+
+def parse_output(text: str, tools: Sequence[Tool] | None = None, thinking: bool = False) -> Message:
+    """The message in a model's raw output: reasoning, answer and tool calls apart.
+
+    `thinking`: the prompt had opened a think block, so the text begins inside it. Without `tools` no calls are parsed.
+    """
+    return parse_text(text, tuple(tools or ()), thinking)[0]
