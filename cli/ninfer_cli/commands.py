@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ninfer_core import store
+from ninfer_core.errors import ConvertError
 
 from .display import Console, Progress, ago, size, table
 
@@ -231,3 +232,40 @@ def _object_lines(value: dict[str, Any]) -> Sequence[str]:
         kind = "equal to a published artifact" if verified["published"] else "digests and contents are right"
         lines.append(f"verified: {kind}")
     return lines
+
+
+# --- convert ---------------------------------------------------------------------------------------------------------
+
+# Errors of the converter speak of its arguments; these are the options that set them.
+_OPTIONS = {"vision=False": "--no-vision", "draft=False": "--no-draft-head", "counts=": "--counts FILE"}
+
+
+def convert(source: Path, destination: Path, console: Console, *, quiet: bool, **options: Any) -> None:
+    """Make an artifact and say what came of it; `options` are those of `ninfer_core.convert.convert`.
+
+    Raises:
+        ConvertError: with the names of the options to change.
+        KeyboardInterrupt: Ctrl-C; what is done is kept and said to be.
+    """
+    from ninfer_core.convert import convert as run
+
+    try:
+        with Progress(console, f"converting {source.name or source}", quiet=quiet) as progress:
+            report = run(
+                source, destination, progress=lambda name, done, total: progress.update(done, total, name), **options
+            )
+    except ConvertError as error:
+        text = error.message
+        for argument, option in _OPTIONS.items():
+            text = text.replace(argument, option)
+        raise ConvertError(text) from error
+    except KeyboardInterrupt:
+        if not quiet:
+            console.note("stopped; the same command goes on from here")
+        raise
+    if not quiet:
+        resumed = f" ({report.resumed} of them from an earlier run)" if report.resumed else ""
+        console.note(
+            f"{report.path}: {report.model_id}, {report.objects:,} objects{resumed}, {size(report.nbytes)} "
+            f"in {report.seconds:.0f} s"
+        )

@@ -46,8 +46,8 @@ def code_of(error: BaseException) -> int:
             return code
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DISK
-    # A path the user named that cannot be opened is the user's to fix; an OSError without a path is not.
-    if isinstance(error, OSError) and error.filename is not None:
+    # A path the user named that cannot be opened is the user's to fix; another OSError is not.
+    if isinstance(error, FileExistsError) or (isinstance(error, OSError) and error.filename is not None):
         return USAGE
     return INTERNAL
 
@@ -58,7 +58,7 @@ def text_of(error: BaseException) -> str:
         return error.message
     if isinstance(error, OSError) and code_of(error) != INTERNAL:
         where = f": {error.filename}" if error.filename is not None else ""
-        return f"{(error.strerror or str(error)).lower()}{where}"
+        return f"{error.strerror.lower()}{where}" if error.strerror else str(error)
     return (
         f"internal error: {type(error).__name__}: {error} "
         "(this is a bug: please report it in the issue tracker of the project, with what NINFER_DEBUG=1 prints)"

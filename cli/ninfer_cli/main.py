@@ -199,7 +199,7 @@ def run(
         int | None,
         typer.Option("--context", min=1, envvar="NINFER_CONTEXT_LENGTH", help="Longest prompt plus answer, in tokens."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu ... [default: the first GPU, else cpu]")] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Where to run. [default: auto]")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Figures of each answer on stderr.")] = False,
     stats_json: Annotated[
@@ -295,29 +295,47 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", exists=True, file_okay=False)],
     destination: Annotated[Path, typer.Argument(help="The artifact to make; must not exist.")],
     recipe: Annotated[
-        str | None, typer.Option(help="Which format each matrix gets. [default: the model's own]")
+        str | None, typer.Option(metavar="MODEL_ID", help="Take the formats of this model. [default: the model's own]")
     ] = None,
-    encoder: Annotated[
-        Encoder, typer.Option(help="How scales are chosen; search is slower and closer.")
-    ] = Encoder.search,
+    encoder: Annotated[Encoder, typer.Option(help="How scales are chosen; search is closer.")] = Encoder.search,
     counts: Annotated[
-        Path | None, typer.Option(metavar="FILE", exists=True, help="Token counts that choose the draft head's words.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, help="Token counts, or an artifact, that choose the words of the draft head."
+        ),
     ] = None,
-    form: Annotated[Form, typer.Option(help="What to write.")] = Form.safetensors,
+    form: Annotated[Form, typer.Option(help="A folder of safetensors, or one .ninfer file.")] = Form.safetensors,
+    model_id: Annotated[str, typer.Option(help="Identity to record. [default: the checkpoint's]")] = "",
+    mtp: Annotated[
+        bool | None, typer.Option("--mtp/--no-mtp", help="The layer that drafts. [default: if there]")
+    ] = None,
+    vision: Annotated[
+        bool | None, typer.Option("--vision/--no-vision", help="The vision tower. [default: if there]")
+    ] = None,
+    draft_head: Annotated[
+        bool | None,
+        typer.Option("--draft-head/--no-draft-head", help="The short output head for drafts. [default: the recipe's]"),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads. [default: one per CPU, at most 16]")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Quantize a checkpoint into an artifact."""
+    """Quantize a checkpoint into an artifact. An interrupted conversion goes on where it was."""
     from . import commands
 
     commands.convert(
         source,
         destination,
         Console(os.environ),
+        quiet=quiet,
         recipe=recipe,
         encoder=encoder.value,
         counts=counts,
         form=form.value,
-        quiet=quiet,
+        model_id=model_id,
+        mtp=mtp,
+        vision=vision,
+        draft=draft_head,
+        workers=workers,
     )
 
 

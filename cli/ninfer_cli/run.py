@@ -64,13 +64,14 @@ def load_engine(name: str, path: Path, options: LoadOptions) -> Engine:
     """Load the artifact at `path` in this process."""
     from ninfer_core.engine import Engine
 
-    chosen = {
+    chosen: dict[str, Any] = {
         "context_length": options.context,
         "draft_tokens": options.draft_tokens,
         "device": options.device,
         "threads": options.threads,
     }
-    return Engine.load(str(path), **{key: value for key, value in chosen.items() if value is not None})
+    fields = {key: value for key, value in chosen.items() if value is not None}
+    return Engine.load(str(path), max_sequences=1, **fields)
 
 
 def run(options: RunOptions, console: Console, environ: Mapping[str, str], loader: Loader = load_engine) -> int:
