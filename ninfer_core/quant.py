@@ -295,11 +295,13 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, fmt: str, columns: int | Non
     """Codes int8 `[N, K_pad]` and scales float16 `[N, groups]` -> payload uint8 `[payload_bytes]`."""
     p = planes(fmt, (codes.shape[0], columns or codes.shape[1]))
     out = torch.zeros(p.nbytes, dtype=torch.uint8, device=codes.device)
-    base, high = pack_rows(codes, fmt)
-    b, h, s = p.spans(0, p.rows)
-    out[slice(*b)] = base.reshape(-1)
-    if high is not None:
-        out[slice(*h)] = high.reshape(-1)
+    for start, stop in row_blocks(p.rows, p.k_pad):
+        base, high = pack_rows(codes[start:stop], fmt)
+        b, h, _ = p.spans(start, stop)
+        out[slice(*b)] = base.reshape(-1)
+        if high is not None:
+            out[slice(*h)] = high.reshape(-1)
+    _, _, s = p.spans(0, p.rows)
     out[slice(*s)] = scales.contiguous().view(torch.uint8).reshape(-1)
     return out
 

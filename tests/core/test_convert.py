@@ -18,7 +18,7 @@ from ninfer_core.artifact import Artifact
 from ninfer_core.checkpoint import normal_name
 from ninfer_core.config import config_from_dict
 from ninfer_core.convert import convert
-from ninfer_core.errors import ConvertError, DiskSpaceError, FramingError
+from ninfer_core.errors import ContentError, ConvertError, DiskSpaceError, FramingError
 from ninfer_core.inventory import RECIPE_DEMO
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "quant_vectors.json").read_text())
@@ -257,6 +257,35 @@ def test_demo_recipe_is_the_default_and_can_be_replaced(tmp_path):
     assert "text/draft_head" not in b and "text/draft_head" in a
 
 
+@pytest.mark.parametrize("moe", [True, False])
+def test_single_file_form(tmp_path, moe, monkeypatch):
+    """The `.ninfer` form needs a published model; this test publishes the tiny one."""
+    from ninfer_core import config, inventory
+
+    tiny = config_from_dict(config_json(moe))
+    monkeypatch.setitem(config.PUBLISHED, "ninfer-demo", tiny)
+    src = write_checkpoint(tmp_path / "src", make_tensors(moe), config_json(moe))
+    (src / "video_preprocessor_config.json").write_text("{}")
+    run(src, tmp_path / "folder")
+    with pytest.raises(Stop):
+        run(src, tmp_path / "x.ninfer", form="ninfer", progress=stop_after(50))
+    report = run(src, tmp_path / "x.ninfer", form="ninfer")
+    assert report.resumed > 20 and not (tmp_path / "x.ninfer.partial").exists()
+    assert report.nbytes == (tmp_path / "x.ninfer").stat().st_size
+    assert payloads(tmp_path / "x.ninfer") == payloads(tmp_path / "folder")
+    with Artifact.open(tmp_path / "x.ninfer") as artifact:
+        assert artifact.config == tiny and artifact.form == "ninfer"
+        assert dict(artifact.resources) == {**frontend_files(), "video_preprocessor_config.json": b"{}"}
+        assert artifact.verify().published is False
+        with pytest.raises(ContentError, match="not a published file"):
+            artifact.verify(published=True)
+    inventory.check_inventory(
+        {n: (t.shape, t.format) for n, t in artifact.tensors.items()}, inventory.inventory(tiny), exact=True
+    )
+    with pytest.raises(ConvertError, match="only a published model with its own recipe"):
+        run(src, tmp_path / "y.ninfer", form="ninfer", draft=False)
+
+
 # --- variants of the source ----------------------------------------------------------------------------------------
 
 
@@ -421,7 +450,7 @@ def test_refused_folders_and_options(tmp_path):
     for options, word in (
         ({"encoder": "x"}, "encoder"),
         ({"form": "x"}, "form"),
-        ({"form": "ninfer"}, "published"),
+        ({"form": "ninfer"}, "use the folder form for 'ninfer-demo'"),
         ({"recipe": "x"}, "recipe"),
         ({"counts": None}, "no token counts"),
         ({"counts": torch.zeros(3, 2, 2, dtype=torch.int64)}, "one row"),
