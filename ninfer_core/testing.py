@@ -15,20 +15,18 @@ Scripts are tried in order; the first whose `when(request)` holds and whose `tim
 steps is raw model output: with thinking on it starts inside the think block. A plain text or a `Reply` is an answer,
 put behind a closed think block where the request opened one. Text of a step is cut into one token per byte, except
 for the special tokens of the template; `Tokens` makes each of its pieces one token and all of them one burst.
+Where a thinking budget runs out, the rest of the scripted thoughts is skipped: the script goes on behind `</think>`.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
-from .config import ModelConfig
 from .errors import (
     ContextOverflowError,
     EngineBusyError,
@@ -41,6 +39,7 @@ from .runtime.handle import RequestHandle
 from .runtime.interface import EngineInterface, Prompt, make_request
 from .runtime.session import Session
 from .runtime.validation import check_request, resolve_sampling
+from .scripted import ScriptedTokenizer, scripted_config, scripted_resources
 from .types import (
     Event,
     FinishReason,
@@ -109,7 +108,9 @@ class Reply:
 
     def raw(self, thinking: bool) -> str:
         """What the model would write after a generation prompt that opened the think block or did not."""
-        parts = [f"{self.reasoning or ''}\n</think>\n\n"] if thinking else []
+        parts = []
+        if thinking:
+            parts = [f"{self.reasoning}\n</think>\n\n" if self.reasoning else "</think>\n\n"]
         parts.append(self.text)
         for call in self.tool_calls:
             arguments = call.arguments if isinstance(call.arguments, Mapping) else json.loads(call.arguments)
@@ -145,146 +146,6 @@ class Script:
         return self.times != 0 and (self.when is None or self.when(request))
 
 
-class _Tokenizer:
-    """The frontend's tokenizer, with further ids made on demand for scripted pieces."""
-
-    def __init__(self, base: Any) -> None:
-        self._base = base
-        self._pieces: list[bytes] = []
-        self._ids: dict[bytes, int] = {}
-        self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._base, name)
-
-    def piece(self, data: bytes) -> int:
-        """The id of a token with exactly these bytes."""
-        try:
-            ids = self._base.encode(data.decode())
-        except UnicodeDecodeError:
-            ids = []
-        if len(ids) == 1:
-            return int(ids[0])
-        with self._lock:
-            if data not in self._ids:
-                self._ids[data] = self._base.addressable + len(self._pieces)
-                self._pieces.append(data)
-            return self._ids[data]
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token."""
-        extra = token - self._base.addressable
-        return self._pieces[extra] if extra >= 0 else self._base.token_bytes(token)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens."""
-        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
-
-
-def _byte_alphabet() -> list[str]:
-    """The printable stand-in of each byte, as byte-level vocabularies write them."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    spare = itertools.count(0x100)
-    return [chr(byte) if byte in plain else chr(next(spare)) for byte in range(256)]
-
-
-_SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
-_MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-
-
-def scripted_resources() -> dict[str, bytes]:
-    """The frontend files of a model whose tokens are single bytes plus the template's markers."""
-    letters = _byte_alphabet()
-    added = [
-        {
-            "id": 256 + i,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": text in _SPECIAL,
-        }
-        for i, text in enumerate((*_SPECIAL, *_MARKERS))
-    ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {letter: i for i, letter in enumerate(letters)},
-            "merges": [],
-        },
-    }
-    config = {
-        "added_tokens_decoder": {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in added},
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-    }
-    generation = {
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 20,
-        "top_p": 0.95,
-        "eos_token_id": [258, 256],
-        "pad_token_id": 256,
-    }
-    template = resources.files("ninfer_core").joinpath("demo/chat_template.jinja").read_bytes()
-    return {
-        "tokenizer.json": json.dumps(tokenizer).encode(),
-        "tokenizer_config.json": json.dumps(config).encode(),
-        "generation_config.json": json.dumps(generation).encode(),
-        "chat_template.jinja": template,
-    }
-
-
-def scripted_config(context_length: int) -> ModelConfig:
-    """A configuration that fits `scripted_resources`."""
-    return ModelConfig(
-        model_id="scripted",
-        hidden_size=128,
-        num_hidden_layers=4,
-        layer_types=("linear_attention",) * 3 + ("full_attention",),
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=256,
-        linear_num_key_heads=1,
-        linear_num_value_heads=1,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        vocab_size=384,
-        max_position_embeddings=context_length,
-        intermediate_size=128,
-        image_token_id=262,
-        video_token_id=263,
-        vision_start_token_id=259,
-        vision_end_token_id=260,
-    )
-
-
 class ScriptedEngine(EngineInterface):
     """An engine that plays scripts; the same interface, errors, usage and cancellation as the real one.
 
@@ -309,8 +170,10 @@ class ScriptedEngine(EngineInterface):
         self._max_sequences = max_sequences
         self._max_queue = max_queue
         self.frontend = Frontend(scripted_resources(), scripted_config(context_length))
-        self._tokenizer = _Tokenizer(self.frontend.tokenizer)
+        self._tokenizer = ScriptedTokenizer(self.frontend.tokenizer)
         self.frontend.tokenizer = self._tokenizer  # type: ignore[assignment]
+        self._close = self._tokenizer.id("</think>")
+        self._skipping: set[int] = set()
         self._state = "ready"
         self._lock = threading.Condition()
         self._waiting: list[tuple[Session, Script, Steps]] = []
@@ -493,6 +356,7 @@ class ScriptedEngine(EngineInterface):
             session.fail(failed)
         finally:
             with self._lock:
+                self._skipping.discard(id(session))
                 self._running.remove(session)
                 self._lock.notify_all()
             self._start_next()
@@ -529,8 +393,16 @@ class ScriptedEngine(EngineInterface):
             self._burst(session, ids[start : start + script.burst], None)
 
     def _burst(self, session: Session, ids: Sequence[int], drafted: int | None) -> None:
+        if id(session) in self._skipping:
+            if self._close not in ids:
+                return
+            self._skipping.discard(id(session))
+            ids = ids[ids.index(self._close) + 1 :]
+            if not ids:
+                return
         session.deliver(ids, self._logprobs(session, ids), drafted=len(ids) - 1 if drafted is None else drafted)
         while session.forced and not session.ended:
+            self._skipping.add(id(session))
             session.deliver(session.forced)
 
     def _logprobs(self, session: Session, ids: Sequence[int]) -> list[TokenLogprob] | None:
