@@ -29,6 +29,7 @@ NAME_LIMIT = 256
 """Characters of a function or parameter name, and of the blanks before one; longer is not a call."""
 
 _AFTER_VALUE = (PARAMETER, FUNCTION_END, CALL_END, CALL, FUNCTION)
+_INSIDE = (PARAMETER, FUNCTION_END)
 _AFTER_FUNCTION = (CALL_END, CALL, FUNCTION)
 _BLANKS = " \t\r\n"
 
@@ -252,6 +253,8 @@ class OpenCall:
             return self._opening(i, end, new, eof)
         if text.startswith((CALL, FUNCTION), i):
             end, name = header(text, i) if line else (NO, "")
+            if end >= 0 and name in self._tools:
+                end = _followed(text, end, _INSIDE, eof)
             return self._opening(i, end, name in self._tools, eof)
         if is_partial(text, i, TAGS):
             return MORE if not eof else len(text) if line and len(text) - i > 1 else NO

@@ -31,7 +31,7 @@ MAX_STEPS = 5_000_000
 MAX_CHARACTERS = 64_000_000
 """Characters made in one rendering, those of macros and intermediate strings counted each time."""
 
-MAX_SECONDS = 10.0
+MAX_SECONDS = 5.0
 """Processor time of one rendering."""
 
 MAX_LITERAL = 10_000
@@ -155,6 +155,15 @@ def _replace(text: Any, old: str, new: str, count: int = -1) -> str:
     return text.replace(old, new, count)
 
 
+def _is_method(value: Any) -> bool:
+    """Whether this is a method of a built-in object."""
+    return isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, types.ModuleType)
+
+
+def _is_known(method: types.BuiltinMethodType) -> bool:
+    return any(isinstance(method.__self__, kind) and method.__name__ in names for kind, names in _METHODS.items())
+
+
 class _Counted(NodeTransformer):
     """Wraps what costs time or memory in counting filters."""
 
@@ -203,6 +212,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Counted().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return super().is_safe_attribute(obj, attr, value) and (not _is_method(value) or _is_known(value))
+
+    def wrap_str_format(self, value: Any) -> None:
+        """`format` is not among the methods, so it needs no wrapper."""
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             return _made(left + right)
@@ -214,12 +229,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         _budget.get().step()
-        if isinstance(__obj, types.BuiltinMethodType) and not isinstance(__obj.__self__, types.ModuleType):
-            owner, name = __obj.__self__, __obj.__name__
-            if not any(isinstance(owner, kind) and name in names for kind, names in _METHODS.items()):
-                raise SecurityError(f"the method {name} is not allowed")
-            if name == "replace":
-                __obj = partial(_replace, owner)
+        if _is_method(__obj):
+            if not _is_known(__obj):
+                raise SecurityError(f"the method {__obj.__name__} is not allowed")
+            if __obj.__name__ == "replace":
+                __obj = partial(_replace, __obj.__self__)
             return _made(super().call(__context, __obj, *args, **kwargs))
         return super().call(__context, __obj, *args, **kwargs)
 

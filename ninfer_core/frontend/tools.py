@@ -14,7 +14,10 @@ from .tokenizer import replace_surrogates
 Schema = Mapping[str, Any]
 
 DEPTH = 64
-"""How deep references and combinations of a schema are followed."""
+"""How deep string leaves of a structure are converted."""
+
+MEMBERS = 1000
+"""How many schema objects one parameter's references and combinations may lead to."""
 
 _ALIASES = {
     **dict.fromkeys(("int", "int32", "int64", "uint", "long", "short"), "integer"),
@@ -109,18 +112,21 @@ def _type_of(value: Any) -> str:
     return "object" if isinstance(value, Mapping) else "array"
 
 
-def _expand(schema: Any, root: Schema, depth: int = DEPTH) -> Iterator[Schema]:
-    """The schema object, what it refers to, and the members of its combinations."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
-    yield schema
-    if isinstance(schema.get("$ref"), str):
-        yield from _expand(_resolve(schema["$ref"], root), root, depth - 1)
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        members = schema.get(keyword)
-        if isinstance(members, list | tuple):
-            for member in members:
-                yield from _expand(member, root, depth - 1)
+def _expand(schema: Any, root: Schema) -> Iterator[Schema]:
+    """The schema object, what it refers to, and the members of its combinations: each once, `MEMBERS` at most."""
+    stack, seen = [schema], set()
+    while stack and len(seen) < MEMBERS:
+        member = stack.pop()
+        if not isinstance(member, Mapping) or id(member) in seen:
+            continue
+        seen.add(id(member))
+        yield member
+        for keyword in ("allOf", "oneOf", "anyOf"):
+            parts = member.get(keyword)
+            if isinstance(parts, list | tuple):
+                stack += reversed(parts)
+        if isinstance(member.get("$ref"), str):
+            stack.append(_resolve(member["$ref"], root))
 
 
 def _resolve(reference: str, root: Schema) -> Any:
