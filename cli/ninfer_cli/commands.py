@@ -150,7 +150,11 @@ def _files(entry: store.ModelEntry) -> list[dict[str, Any]]:
 
 
 def _fact_lines(facts: dict[str, Any]) -> list[str]:
-    shape = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in facts["architecture"].items())
+    a = facts["architecture"]
+    shape = f"{a['layers']} layers ({a['attention_layers']} attention, {a['gated_delta_layers']} gated delta)"
+    if "experts" in a:
+        shape += f", {a['experts']} experts ({a['experts_per_token']} per token)"
+    shape += f", hidden size {a['hidden_size']:,}, vocabulary {a['vocabulary']:,}"
     pairs = [
         ("name", facts["name"]),
         ("model", facts["model_id"] + (f" (from {facts['checkpoint']})" if facts["checkpoint"] else "")),

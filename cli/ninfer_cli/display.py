@@ -36,6 +36,7 @@ class Console:
         self.err_is_terminal = self.err.isatty()
         self.styled_out = self.out_is_terminal and not plain
         self.styled_err = self.err_is_terminal and not plain
+        self.progress_shown = False
 
     def write(self, text: str) -> None:
         """Answer text to stdout, at once.
@@ -55,7 +56,10 @@ class Console:
         self.write(text + "\n")
 
     def note(self, text: str) -> None:
-        """One line to stderr."""
+        """One line to stderr, in place of a progress line if one is shown."""
+        if self.progress_shown:
+            self.err.write(CLEAR_LINE)
+            self.progress_shown = False
         self.error_text(text + "\n")
 
     def error_text(self, text: str) -> None:
@@ -163,21 +167,23 @@ class Progress:
     def __init__(self, console: Console, label: str, *, quiet: bool = False, unit: str = "bytes") -> None:
         self._console, self._label, self._quiet, self._unit = console, label, quiet, unit
         self._live = console.styled_err
-        self._shown = False
         # The first plain line comes after a full interval: a step that ends sooner needs none.
         self._next = time.monotonic() + (0.0 if self._live else self.PLAIN)
 
     def __enter__(self) -> Progress:
         if not self._quiet and self._live:
-            self._console.err.write(f"{CLEAR_LINE}{self._label} ...")
-            self._console.err.flush()
-            self._shown = True
+            self._draw(f"{self._label} ...")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if self._shown and self._live:
-            self._console.err.write(CLEAR_LINE)
-            self._console.err.flush()
+        if self._console.progress_shown:
+            self._draw("")
+            self._console.progress_shown = False
+
+    def _draw(self, text: str) -> None:
+        self._console.err.write(CLEAR_LINE + text)
+        self._console.err.flush()
+        self._console.progress_shown = True
 
     def update(self, done: int, total: int, detail: str = "") -> None:
         """Report `done` of `total` (0: unknown); drawn at a bounded rate."""
@@ -191,9 +197,7 @@ class Progress:
         if self._live:
             filled = round(24 * done / total) if total else 0
             bar = f"[{'#' * filled}{'.' * (24 - filled)}] "
-            self._console.err.write(CLEAR_LINE + f"{self._label} {bar}{share}{amount}  {detail}"[:100])
-            self._console.err.flush()
-            self._shown = True
+            self._draw(f"{self._label} {bar}{share}{amount}  {detail}"[:100])
         else:
             self._console.note(text)
 

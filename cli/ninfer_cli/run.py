@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import threading
 import time
@@ -91,10 +92,34 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
     if options.stats_json is not None and not options.stats_json.absolute().parent.is_dir():
         raise InvalidRequestError(f"--stats-json: there is no folder {options.stats_json.absolute().parent}")
     name = store.canonical(options.model) if path != Path(options.model) else path.stem
-    with _loaded(name, path, options, console, loader) as (engine, seconds):
+    with _noted(console, options.quiet), _loaded(name, path, options, console, loader) as (engine, seconds):
         if interactive:
             return _converse(engine, name, path, options, console, environ, seconds)
         return _answer_once(engine, name, messages, options, console, seconds)
+
+
+class _Notes(logging.Handler):
+    """Warnings of the engine as notes on stderr."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one record."""
+        self._console.note(f"note: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _noted(console: Console, quiet: bool) -> Iterator[None]:
+    """Show what the engine logs, or with `quiet` nothing of it; without a handler Python would print it bare."""
+    logger = logging.getLogger("ninfer")
+    handler = logging.NullHandler() if quiet else _Notes(console)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextlib.contextmanager
