@@ -16,7 +16,7 @@ import uvicorn
 from ninfer_cli.server.app import build_app
 from ninfer_cli.server.settings import ServerSettings
 
-from ninfer_core.testing import ScriptedEngine
+from ninfer_core.testing import Script, ScriptedEngine
 from ninfer_core.types import Message, Text
 
 DATA = Path(__file__).resolve().parents[1] / "data/server"
@@ -78,15 +78,27 @@ def running(engine: ScriptedEngine, **settings: Any) -> Iterator[Running]:
         assert not thread.is_alive(), "the server did not stop"
 
 
+@pytest.fixture(scope="session")
+def plain_server() -> Iterator[Running]:
+    """One server with default settings for all tests that need nothing else: starting one takes half a second."""
+    with running(ScriptedEngine("Hello!")) as server:
+        yield server
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Running]]:
-    """A factory: `serve("Hello!")` or `serve(engine, heartbeat=0.1)`."""
+def serve(plain_server: Running) -> Iterator[Callable[..., Running]]:
+    """A factory: `serve("Hello!")`, `serve(Script(...), Script(...))`, `serve(engine, heartbeat=0.1)`."""
     with contextlib.ExitStack() as stack:
 
-        def start(engine: Any = "Hello!", **settings: Any) -> Running:
-            if not isinstance(engine, ScriptedEngine):
-                scripts = engine if isinstance(engine, tuple) else (engine,)
-                engine = ScriptedEngine(*scripts)
+        def start(*scripts: Any, **settings: Any) -> Running:
+            scripts = scripts or ("Hello!",)
+            if not settings and not isinstance(scripts[0], ScriptedEngine):
+                assert plain_server.idle()
+                plain_server.engine._scripts = [s if isinstance(s, Script) else Script(s) for s in scripts]
+                plain_server.engine.requests.clear()
+                plain_server.engine.handles.clear()
+                return plain_server
+            engine = scripts[0] if isinstance(scripts[0], ScriptedEngine) else ScriptedEngine(*scripts)
             return stack.enter_context(running(engine, **settings))
 
         yield start

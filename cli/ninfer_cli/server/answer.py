@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ _STATUSES = {
 }
 
 
+@functools.cache
 def documented(model: type[BaseModel] | None = None) -> dict[str, Any]:
     """Route arguments: bodies are read by our own code, so the schema is told to the documentation separately."""
     responses: dict[int | str, dict[str, Any]] = {code: {"description": text} for code, text in _STATUSES.items()}

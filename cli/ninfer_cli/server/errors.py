@@ -11,6 +11,7 @@ from ninfer_core.errors import (
     ContextOverflowError,
     EngineBusyError,
     EngineClosedError,
+    EngineFailedError,
     InvalidRequestError,
     ModelNotFoundError,
     NinferError,
@@ -65,7 +66,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error ready for any of the three shapes."""
+    """An error ready for any of the three shapes; `detail` is for the server's own log only."""
 
     status: int
     message: str
@@ -74,6 +75,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     overflow: tuple[int, int] | None = None
+    detail: str | None = None
 
 
 def fault_of(error: BaseException) -> Fault:
@@ -95,9 +97,9 @@ def fault_of(error: BaseException) -> Fault:
         return Fault(404, error.message, error.code, error.param or "model")
     if isinstance(error, InvalidRequestError):
         return Fault(400, error.message, error.code, error.param)
-    if isinstance(error, NinferError):
+    if isinstance(error, NinferError) and not isinstance(error, EngineFailedError):
         return Fault(500, error.message, "server_error", headers={"x-should-retry": "false"})
-    return Fault(500, INTERNAL, "server_error")
+    return Fault(500, INTERNAL, "server_error", detail=f"{type(error).__name__}: {error}")
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

@@ -111,8 +111,8 @@ def _call(item: Mapping[str, Any], path: str) -> ToolCall:
     name = inner.get("name") if isinstance(inner, dict) else None
     if not isinstance(inner, dict) or not isinstance(name, str) or not name:
         raise InvalidRequestError(f"{path}.function.name must be a non-empty string", param=f"{path}.function.name")
-    if inner is custom:
-        arguments: Mapping[str, Any] | str = {"input": inner.get("input", "")}
+    if isinstance(custom, dict):
+        arguments: Mapping[str, Any] | str = {"input": custom.get("input", "")}
     else:
         arguments = arguments_of(inner.get("arguments"))
     identity = item.get("id")

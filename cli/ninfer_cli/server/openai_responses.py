@@ -89,6 +89,17 @@ def _stored(server: Server, response_id: str) -> tuple[dict[str, Any], Items]:
     return found
 
 
+def _listed(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
+    """An input item in its full form: the short forms of messages are for requests only."""
+    full: dict[str, Any] = {"id": f"item_{index}", "type": "message", "status": "completed", **item}
+    if isinstance(full.get("content"), str):
+        kind = "output_text" if full.get("role") == "assistant" else "input_text"
+        full["content"] = [{"type": kind, "text": full["content"]}]
+        if kind == "output_text":
+            full["content"][0] |= {"annotations": [], "logprobs": []}
+    return full
+
+
 def router(server: Server) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["OpenAI"])
@@ -145,7 +156,7 @@ def router(server: Server) -> APIRouter:
     async def retrieve_items(response_id: str) -> JsonResponse:
         """The items a stored response was made from."""
         _, items = _stored(server, response_id)
-        data = [{"id": f"item_{i}", **item} for i, item in enumerate(items)]
+        data = [_listed(i, item) for i, item in enumerate(items)]
         ids = [str(item["id"]) for item in data]
         first, last = (ids[0], ids[-1]) if ids else (None, None)
         return JsonResponse({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": False})

@@ -86,5 +86,6 @@ def entry(record: RequestRecord, status: int) -> dict[str, Any]:
     if record.dropped:
         line["tools_left_out"] = record.dropped
     if record.error is not None:
-        line["error"] = {"code": record.error.code, "param": record.error.param, "message": record.error.message[:500]}
+        text = record.error.detail or record.error.message
+        line["error"] = {"code": record.error.code, "param": record.error.param, "message": text[:500]}
     return line

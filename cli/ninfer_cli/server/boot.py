@@ -1,0 +1,147 @@
+"""The server process: an application that says "loading" until the model is there, and a uvicorn that ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ninfer_core import store
+from ninfer_core.errors import EngineBusyError
+
+from .app import build_app
+from .errors import body_of, dialect_of, fault_of, status_of
+from .security import OPEN_PATHS, ApiKeys, HostGuard
+from .settings import ServerSettings
+from .wire import JsonResponse
+
+if TYPE_CHECKING:
+    from ninfer_core.engine import Engine
+
+logger = logging.getLogger("ninfer.server")
+HEADER_LIMIT = 64 << 10
+
+
+class Boot:
+    """An ASGI application in front of the real one, which exists once the model is loaded."""
+
+    def __init__(self, settings: ServerSettings, load: Callable[[], Engine], model: str) -> None:
+        self.settings, self.model = settings, model
+        self.error: Exception | None = None
+        self.engine: Engine | None = None
+        self.app: Any = None
+        self._load = load
+
+    def load(self, stop: Callable[[], None]) -> None:
+        """Load the model and take requests; `stop` ends the server if that fails."""
+        try:
+            self.engine = self._load()
+            spec = getattr(self.engine, "spec", None)
+            path = None if spec is None else store.resolve(spec.model)
+            self.app = build_app(self.engine, self.settings, artifact=path)
+        except Exception as error:
+            self.error = error
+            stop()
+            return
+        logger.info("%s is loaded", self.model)
+
+    def close(self) -> None:
+        """Close the log and the engine."""
+        if self.app is not None:
+            self.app.state.server.log.close()
+        if self.engine is not None:
+            self.engine.close()
+
+    def stop_generations(self) -> None:
+        """Cancel everything that runs."""
+        if self.app is not None:
+            self.app.state.server.stop_generations()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run."""
+        return self.app is not None and bool(self.app.state.server.fairness.in_flight)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand over to the application, or answer that the model is loading."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._loading(scope, receive, send)
+
+    async def _loading(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["path"] in ("/health", "/v1/health", "/ready"):
+                body = {"status": "loading", "error": {"code": 503, "message": "Loading model"}}
+                await JsonResponse(body, status_code=503, headers={"Retry-After": "2"})(scope, receive, send)
+                return
+            guards: ASGIApp = HostGuard(ApiKeys(_refuse_loading, self.settings), self.settings)
+            await guards(scope, receive, send)
+        except Exception as error:
+            fault = fault_of(error)
+            dialect = dialect_of(scope["path"], Headers(scope=scope))
+            answer = JsonResponse(
+                body_of(fault, dialect, "loading"), status_code=status_of(fault, dialect), headers=fault.headers
+            )
+            await answer(scope, receive, send)
+
+
+async def _refuse_loading(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["path"] in OPEN_PATHS:
+        await JsonResponse({"status": "loading"})(scope, receive, send)
+        return
+    raise EngineBusyError("the model is still loading; try again shortly", retry_after=2.0)
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": message["type"] + ".complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+class GracefulServer(uvicorn.Server):
+    """Stops accepting on a signal, lets requests end for the grace period, then ends them with an error event."""
+
+    def __init__(self, boot: Boot, settings: ServerSettings) -> None:
+        self._boot = boot
+        self._grace = settings.shutdown_grace
+        super().__init__(
+            uvicorn.Config(
+                boot,
+                log_level="warning",
+                lifespan="on",
+                timeout_keep_alive=settings.keep_alive,
+                timeout_graceful_shutdown=max(1, round(settings.shutdown_grace) + 2),
+                h11_max_incomplete_event_size=HEADER_LIMIT,
+                server_header=False,
+                access_log=False,
+            )
+        )
+
+    def stop(self) -> None:
+        """End as after a signal."""
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own, with the grace period inside."""
+        ending = asyncio.ensure_future(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        end = asyncio.get_running_loop().time() + self._grace
+        while self._boot.busy and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.05)
+        self._boot.stop_generations()

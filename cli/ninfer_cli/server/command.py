@@ -1,0 +1,190 @@
+"""`ninfer serve`: options and environment, binding, loading behind an answering port, and an orderly end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ninfer_core.errors import InvalidRequestError, MissingDependencyError
+
+from .address import Address, bind, holder_of, parse_address
+from .settings import DEFAULT_PORT, ServerSettings
+
+if TYPE_CHECKING:
+    from ninfer_core.engine import Engine
+
+EXIT_PORT = 8
+
+Loader = Callable[[], "Engine"]
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name or path of an artifact.")] = "demo",
+    host: Annotated[
+        str,
+        typer.Option(envvar="NINFER_HOST", help="Address to listen on: host, :port, host:port, [::1]:port or a URL."),
+    ] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help=f"Port. [default: {DEFAULT_PORT}]")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="NINFER_API_KEY", help="Key that clients must send; repeatable.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(envvar="NINFER_API_KEY_FILE", metavar="FILE", help="File with one key per line.")
+    ] = None,
+    insecure_no_auth: Annotated[
+        bool, typer.Option("--insecure-no-auth", help="Serve a network without keys. Everyone there can use the model.")
+    ] = False,
+    origins: Annotated[
+        str, typer.Option(envvar="NINFER_ORIGINS", help="Further browser origins, separated by commas; * allows all.")
+    ] = "",
+    context_length: Annotated[
+        int | None,
+        typer.Option("--context", min=1, envvar="NINFER_CONTEXT_LENGTH", help="Longest prompt plus answer, in tokens."),
+    ] = None,
+    parallel: Annotated[
+        int, typer.Option(min=1, max=1024, envvar="NINFER_NUM_PARALLEL", help="Requests that run at once.")
+    ] = 4,
+    max_queue: Annotated[
+        int, typer.Option(min=0, envvar="NINFER_MAX_QUEUE", help="Requests that may wait; more are refused with 503.")
+    ] = 64,
+    draft_tokens: Annotated[int | None, typer.Option(min=0, max=5, help="Tokens to draft per round.")] = None,
+    kv_cache: Annotated[
+        str | None, typer.Option(envvar="NINFER_KV_CACHE_TYPE", help="int8, bf16 or fp32. [default: int8]")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. [default: the first GPU, else cpu]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    strict_models: Annotated[
+        bool, typer.Option("--strict-models", help="Refuse claude-* and gpt-* names instead of serving the model.")
+    ] = False,
+    reasoning_field: Annotated[
+        str, typer.Option(help="Field of thinking in chat answers: reasoning_content, reasoning or both.")
+    ] = "reasoning_content",
+    store_responses: Annotated[
+        int, typer.Option(min=0, help="Past responses kept for previous_response_id; 0 keeps none.")
+    ] = 0,
+    metrics_compat: Annotated[str, typer.Option(help="Further metric names: vllm, llamacpp, or both.")] = "",
+    allow_remote_media: Annotated[
+        str | None,
+        typer.Option(metavar="DOMAINS", help="Fetch http(s) images from these domains (commas), or from 'any' host."),
+    ] = None,
+    media_root: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder whose files requests may name.")
+    ] = None,
+    max_body: Annotated[int, typer.Option(min=1, help="Largest request body, MiB.")] = 64,
+    request_timeout: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds until a request fails, queue time included.")
+    ] = None,
+    shutdown_grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end.")] = 10.0,
+    request_log: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Append one JSON line per request; - writes to stderr.")
+    ] = None,
+) -> None:
+    """Serve the model to OpenAI, Anthropic and Ollama clients."""
+    address = parse_address(host, port)
+    settings = ServerSettings(
+        host=address.host,
+        port=address.port,
+        api_keys=read_keys(api_key or (), api_key_file),
+        insecure_no_auth=insecure_no_auth,
+        origins=_words(origins),
+        strict_models=strict_models,
+        max_body_bytes=max_body << 20,
+        request_timeout=request_timeout,
+        slots=parallel,
+        max_queue=max_queue,
+        shutdown_grace=shutdown_grace,
+        reasoning_field=_reasoning_field(reasoning_field),
+        metrics_compat=frozenset(_words(metrics_compat)),
+        media_domains=None if allow_remote_media is None else _domains(allow_remote_media),
+        media_root=media_root,
+        stored_responses=store_responses,
+        request_log=request_log,
+    )
+    fields: dict[str, Any] = {"max_sequences": parallel, "max_queue": max_queue}
+    given = {
+        "context_length": context_length,
+        "draft_tokens": draft_tokens,
+        "kv_cache": kv_cache,
+        "device": device,
+        "threads": threads,
+    }
+    fields |= {name: value for name, value in given.items() if value is not None}
+
+    def load() -> Engine:
+        from ninfer_core.engine import Engine
+
+        return Engine.load(model, **fields)
+
+    raise typer.Exit(run(settings, address, model, load))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _domains(text: str) -> tuple[str, ...]:
+    return () if text.strip().lower() == "any" else _words(text)
+
+
+def _reasoning_field(value: str) -> Any:
+    if value not in ("reasoning_content", "reasoning", "both"):
+        raise InvalidRequestError(
+            f"--reasoning-field is {value!r}; it must be reasoning_content, reasoning or both", param="reasoning_field"
+        )
+    return value
+
+
+def read_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """All API keys: those given, and the lines of the key file that are neither empty nor comments."""
+    found = [key.strip() for key in keys if key.strip()]
+    if file is not None:
+        lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+        own = [line for line in lines if line and not line.startswith("#")]
+        if not own:
+            raise InvalidRequestError(f"the key file {file} holds no key", param="api_key_file")
+        found += own
+    return tuple(dict.fromkeys(found))
+
+
+def run(settings: ServerSettings, address: Address, model: str, load: Loader) -> int:
+    """Bind, answer "loading" while `load` works, then serve until a signal. The exit code.
+
+    Raises:
+        NinferError: the model could not be loaded.
+    """
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(error.name or "fastapi", "serve", "the HTTP server") from error
+    try:
+        sockets = bind(address)
+    except OSError as error:
+        holder = holder_of(address)
+        sys.stderr.write(
+            f"error: cannot listen on {address.host}:{address.port}: {(error.strerror or str(error)).lower()}{holder}; "
+            f"choose another port, for example: ninfer serve {model} --port {address.port + 1}\n"
+        )
+        return EXIT_PORT
+    from .boot import Boot, GracefulServer
+
+    boot = Boot(settings, load, model)
+    server = GracefulServer(boot, settings)
+    threading.Thread(target=boot.load, args=(server.stop,), name="ninfer-load", daemon=True).start()
+    shown = f"http://{address.shown}:{sockets[0].getsockname()[1]}"
+    sys.stderr.write(f"ninfer: listening on {shown}, loading {model}\n")
+    try:
+        server.run(sockets=sockets)
+    finally:
+        boot.close()
+        for item in sockets:
+            item.close()
+    if boot.error is not None:
+        raise boot.error
+    return 0
