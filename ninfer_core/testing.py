@@ -372,6 +372,7 @@ class ScriptedEngine(EngineInterface):
             self._burst(session, [self._tokenizer.piece(piece) for piece in step.pieces], step.drafted)
         elif isinstance(step, Delay):
             self._sleep(session, step.seconds)
+            self._alive(session)
         elif isinstance(step, Wait):
             while self._alive(session) and not step.event.wait(0.005):
                 pass

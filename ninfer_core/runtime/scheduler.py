@@ -141,7 +141,7 @@ class Scheduler:
             self._chunk()
         if self._decoding:
             self._round()
-        return bool(self._prefilling or self._decoding)
+        return bool(self._prefilling or self._decoding or self._waiting)
 
     def _sweep(self) -> None:
         """Cancelled and overdue requests leave, wherever they are."""
@@ -179,9 +179,13 @@ class Scheduler:
                 self._fail(session, error)
                 self._account(session)
                 continue
-            if sequence is None:
+            if sequence is None and (self._prefilling or self._decoding):
                 return
             self._drop(session)
+            if sequence is None:
+                self._fail(session, RuntimeError("nothing runs, and the pages of one request are not free"))
+                self._account(session)
+                continue
             session.start()
             with self._lock:
                 self._prefilling.append(sequence)

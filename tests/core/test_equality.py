@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-
 from tiny import tiny_engine
 
 from ninfer_core.types import Finish, Request, Sampling, TextDelta
