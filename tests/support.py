@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ninfer_core.config import ModelConfig
 from ninfer_core.state import State
+from ninfer_core.weights import Weights, load_weights
 
 LOGITS_DENSE = 1e-4
 """fp32 logits of a few layers against another implementation, dense MLP; relative to the largest value."""
@@ -88,3 +89,23 @@ def poisoned_state(config: ModelConfig, **options: Any) -> State:
             tensor.fill_(77 if tensor.dtype == torch.int8 else float("nan"))
     state.window_decay.fill_(float("nan"))
     return state
+
+
+def random_weights(config: ModelConfig, seed: int = 0, scale: float = 0.05) -> Weights:
+    """Random weights of any shape, built through the objects of the artifact format."""
+    from ninfer_core.inventory import default_recipe, inventory
+
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: shape for name, (shape, _) in inventory(config, default_recipe(config)).items()}
+
+    class Source:
+        tensors = shapes
+
+        def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+            if name.endswith("token_ids"):
+                return torch.randperm(config.vocab_size, generator=generator)[: shapes[name][0]]
+            return torch.randn(*shapes[name], generator=generator) * scale
+
+    source = Source()
+    source.config = config  # type: ignore[attr-defined]
+    return load_weights(source)  # type: ignore[arg-type]

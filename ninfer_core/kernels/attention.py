@@ -146,9 +146,9 @@ def kv_encode(x: Tensor) -> tuple[Tensor, Tensor]:
     """INT8 codes like `x [.., D]` and fp16 scales `[.., D / 64]`: scale = absmax / 127, code = round half even."""
     groups = x.unflatten(-1, (-1, KV_GROUP))
     scales = (groups.abs().amax(-1) / 127).half()
-    step = scales.float().unsqueeze(-1)
-    codes = torch.where(step > 0, groups / step, 0.0).round_().clamp_(-127, 127)
-    return codes.to(torch.int8).flatten(-2), scales
+    step = scales.float()
+    step = step.masked_fill_(step == 0, float("inf")).unsqueeze(-1)  # a scale that is 0 gives codes 0
+    return (groups / step).round_().clamp_(-127, 127).to(torch.int8).flatten(-2), scales
 
 
 def kv_read(kv: KVLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ def gated_delta_rows_ref(
         decay, beta = _gates(proj[own, channels + heads * width :], weights, heads)
         layer.k[slot, :rows] = k
         layer.decay[slot, :rows] = decay
-        _recur(state, (q, spread, v), (decay, beta), layer.e[slot], out[own])
+        _recur(state, (q, spread, v), (decay, beta), layer.e[slot, :rows], out[own])
     return _gated_norm(out, proj[:, channels : channels + heads * width], weights.norm, eps)
 
 
@@ -159,10 +159,11 @@ def _commit(layer: GdnLayer, slot: int, rows: int) -> Tensor:
     """Apply the first `rows` rows of the stored window to the state of a slot, in order; returns the state."""
     state = layer.s[slot]
     if rows:
-        decay, k, e = layer.decay[slot, :rows], layer.k[slot, :rows], layer.e[slot, :rows]
-        k = _spread(k, state.shape[0])
-        for d, column, row in zip(decay[..., None, None], k.unsqueeze(3), e.unsqueeze(2), strict=True):
-            state.mul_(d).addcmul_(column, row)
+        decay = layer.decay[slot, :rows, :, None, None].unbind(0)
+        columns = _spread(layer.k[slot, :rows], state.shape[0]).unsqueeze(3).unbind(0)
+        lines = layer.e[slot, :rows].unsqueeze(2).unbind(0)
+        for d, column, line in zip(decay, columns, lines, strict=True):
+            state.mul_(d).addcmul_(column, line)
     return state
 
 
@@ -170,15 +171,15 @@ def _recur(
     state: Tensor, qkv: tuple[Tensor, Tensor, Tensor], gates: tuple[Tensor, Tensor], e: Tensor, out: Tensor
 ) -> None:
     """The plain recurrence over rows from `state`, which stays unchanged; writes `e` and `out` `[R, V, dv]`."""
-    q, k, v = (x.unsqueeze(2) for x in qkv)
-    decay, beta = (x[..., None, None] for x in gates)
+    columns = qkv[1].unsqueeze(3).unbind(0)
+    q, k, v = (x.unsqueeze(2).unbind(0) for x in qkv)
+    decay, beta = (x[..., None, None].unbind(0) for x in gates)
     work = state
-    for row in range(out.shape[0]):
+    for row, (delta, o) in enumerate(zip(e.unsqueeze(2).unbind(0), out.unsqueeze(2).unbind(0), strict=True)):
         work = torch.mul(work, decay[row]) if row == 0 else work.mul_(decay[row])
-        delta = (v[row] - torch.bmm(k[row], work)).mul_(beta[row])
-        e[row] = delta[:, 0]
-        work.addcmul_(k[row].transpose(1, 2), delta)
-        torch.bmm(q[row], work, out=out[row].unsqueeze(1))
+        torch.sub(v[row], torch.bmm(k[row], work), out=delta).mul_(beta[row])
+        work.addcmul_(columns[row], delta)
+        torch.bmm(q[row], work, out=o)
 
 
 def _conv_heads(

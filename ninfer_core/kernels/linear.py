@@ -37,11 +37,12 @@ def product(x: Tensor, dense: Tensor, chunk: bool) -> Tensor:
     """
     if x.dtype != dense.dtype:
         return product(x.to(dense.dtype), dense, chunk).float()
-    if chunk or x.shape[0] == 1:
+    if chunk:
         return torch.mm(x, dense)
     y = x.new_empty(x.shape[0], dense.shape[1])
-    for row, out in zip(x.split(1), y.split(1), strict=True):
-        torch.mm(row, dense, out=out)
+    weight = dense.t()
+    for row, out in zip(x.unbind(0), y.unbind(0), strict=True):
+        torch.mv(weight, row, out=out)
     return y
 
 

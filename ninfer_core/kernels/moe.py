@@ -47,14 +47,14 @@ def _row_experts(u: Tensor, weights: MoeWeights, chosen: list[list[int]]) -> Ten
     """Outputs of the chosen experts `[T, A, E]`, one vector-matrix product per pair of row and expert."""
     gate_up, down = weights.gate_up, weights.down
     u = u.to(gate_up[0].dtype)
-    pairs = [(row, expert) for row, experts in zip(u.split(1), chosen, strict=True) for expert in experts]
+    pairs = [(row, expert) for row, experts in zip(u.unbind(0), chosen, strict=True) for expert in experts]
     hidden = u.new_empty(len(pairs), gate_up[0].shape[1])
-    for (row, expert), out in zip(pairs, hidden.split(1), strict=True):
-        torch.mm(row, gate_up[expert], out=out)
+    for (row, expert), out in zip(pairs, hidden.unbind(0), strict=True):
+        torch.mv(gate_up[expert].t(), row, out=out)
     inner = swiglu(hidden.float()).to(u.dtype)
     result = u.new_empty(len(pairs), down[0].shape[1])
-    for (_, expert), row, out in zip(pairs, inner.split(1), result.split(1), strict=True):
-        torch.mm(row, down[expert], out=out)
+    for (_, expert), row, out in zip(pairs, inner.unbind(0), result.unbind(0), strict=True):
+        torch.mv(down[expert].t(), row, out=out)
     return result.float().view(len(chosen), -1, result.shape[1])
 
 

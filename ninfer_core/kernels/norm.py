@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -22,9 +24,19 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 def rms_norm_ref(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Twin of `rms_norm`."""
-    return (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)) * gain
+    return x * torch.rsqrt(_floor(eps, x).add((x * x).sum(-1, keepdim=True), alpha=1 / x.shape[-1])) * gain
 
 
 def l2_norm_ref(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(sum(x^2) + eps) * scale` over the last axis: the norm of GDN queries and keys."""
-    return (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)) * scale
+    return x * torch.rsqrt(_floor(eps, x).add((x * x).sum(-1, keepdim=True))) * scale
+
+
+@lru_cache(maxsize=16)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _floor(eps: float, x: Tensor) -> Tensor:
+    """`eps` as a tensor: on the CPU a Python number costs more than the sum itself."""
+    return _constant(eps, x.dtype, x.device)

@@ -1,0 +1,120 @@
+"""Operations of the vision tower: layer norm, product with bias, segment attention, position table, rotary angles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._op import dispatch
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+    """Layer norm over the last axis.
+
+    Math: `y = (x - mean) / sqrt(var + eps) * weight + bias`, the variance without Bessel's correction.
+    Shapes: `x [P, M]`, `weight`, `bias` `[M]`, result like `x`.
+    Domain: finite fp32.
+    Numeric: fp32.
+    Effects: none.
+    """
+    return dispatch(layer_norm_ref, x, weight, bias, eps)
+
+
+def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+    """Twin of `layer_norm`."""
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def biased_linear(x: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
+    """Product with a weight and a bias.
+
+    Math: `y = x dense + bias`, `dense` being the transposed weight.
+    Shapes: `x [P, K]`, `dense [K, N]`, `bias [N]`, result `[P, N]`.
+    Domain: any P >= 1.
+    Numeric: fp32 accumulation, fp32 result.
+    Effects: none.
+    """
+    return dispatch(biased_linear_ref, x, dense, bias)
+
+
+def biased_linear_ref(x: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
+    """Twin of `biased_linear`."""
+    return torch.addmm(bias, x.to(dense.dtype), dense).float()
+
+
+def segment_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tuple[int, int]], heads: int) -> Tensor:
+    """Rotary attention without a mask inside runs of equal segments.
+
+    Math: pair `(i, i + D / 2)` of queries and keys turns by its angle; `softmax(q k / sqrt(D)) v` inside a segment.
+    Shapes: `qkv [P, 3 heads D]` (query, key, value, each head-major), `cos`, `sin` `[P, D]` with the sine of the
+    first half negated, `segments`: (number, length) of consecutive segments, their products add up to P; result `[P,
+    heads D]`.
+    Domain: every length >= 1.
+    Numeric: fp32.
+    Effects: none.
+    """
+    return dispatch(segment_attention_ref, qkv, cos, sin, segments, heads)
+
+
+def segment_attention_ref(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tuple[int, int]], heads: int) -> Tensor:
+    """Twin of `segment_attention`."""
+    rows = qkv.shape[0]
+    q, k, v = qkv.view(rows, 3, heads, -1).unbind(1)
+    q, k = _turn(q, cos, sin), _turn(k, cos, sin)
+    out = torch.empty_like(q)
+    first = 0
+    for count, length in segments:
+        own = slice(first, first + count * length)
+        parts = (t[own].unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(*parts)
+        out[own] = mixed.transpose(1, 2).flatten(0, 1)
+        first = own.stop
+    return out.flatten(1)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    swapped = torch.cat(x.chunk(2, -1)[::-1], -1)
+    return x * cos.unsqueeze(1) + swapped * sin.unsqueeze(1)
+
+
+def merge_order(height: int, width: int, merge: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and column `[height * width]` of every patch of a slice, `merge x merge` blocks in raster order."""
+    shape = (height // merge, merge, width // merge, merge)
+    grid = torch.arange(height * width, device=device).view(shape).transpose(1, 2).reshape(-1)
+    return grid // width, grid % width
+
+
+def position_rows(table: Tensor, height: int, width: int, merge: int) -> Tensor:
+    """The learned position table resized to a grid, bilinear with aligned corners, in merge-block order.
+
+    Math: source coordinate `i (side - 1) / max(g - 1, 1)` per axis; taps at its floor and the next cell (clamped).
+    Shapes: `table [side * side, M]`, result `[height * width, M]`.
+    Domain: `height`, `width` multiples of `merge`.
+    Numeric: fp32 weights and sum.
+    Effects: none.
+    """
+    side = round(table.shape[0] ** 0.5)
+    row, column = merge_order(height, width, merge, table.device)
+    taps = []
+    for index, size in ((row, height), (column, width)):
+        place = torch.linspace(0, side - 1, size, device=table.device)[index] if size > 1 else index.float()
+        low = place.long()
+        taps.append((low, (low + 1).clamp_(max=side - 1), place - low))
+    (top, bottom, down), (left, right, across) = taps
+    down, across = down.unsqueeze(1), across.unsqueeze(1)
+    upper = table[top * side + left] * ((1 - down) * (1 - across)) + table[top * side + right] * ((1 - down) * across)
+    lower = table[bottom * side + left] * (down * (1 - across)) + table[bottom * side + right] * (down * across)
+    return upper + lower
+
+
+def patch_angles(height: int, width: int, merge: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine `[height * width, dim]` of the two-axis rotation of a slice, in merge-block order.
+
+    Math: frequencies `f_i = 10000^(-4 i / dim)`, `i < dim / 4`; pair i turns by `row f_i`, pair `dim / 4 + i` by
+    `column f_i`.
+    """
+    frequency = 10000.0 ** (-torch.arange(dim // 4, device=device).double() * 4 / dim)
+    places = merge_order(height, width, merge, device)
+    angle = torch.cat([place.double().unsqueeze(1) * frequency for place in places], -1)
+    cos, sin = torch.cos(angle).float(), torch.sin(angle).float()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
