@@ -176,7 +176,7 @@ def test_openai_responses_accumulator_and_replay(serve: Any) -> None:
     for item in replay:
         item.pop("parsed_arguments", None)
     client.responses.create(input=replay, tools=tools)
-    user, assistant, result = server.last.messages
+    _, assistant, result = server.last.messages
     assert assistant.reasoning == "Hm." and text_of(assistant) == "Let me look."
     assert assistant.tool_calls[0].arguments == {"command": "ls"} and assistant.tool_calls[0].id == call.call_id
     assert result.role == "tool" and text_of(result) == "a.py" and result.tool_call_id == call.call_id

@@ -225,22 +225,22 @@ def validate(model: type[Model], value: Any) -> Model:
     except ValidationError as error:
         # Of a union's alternatives pydantic reports each; the deepest one is the form the client meant.
         details = max(error.errors(include_url=False), key=lambda item: len(item["loc"]))
-        param = _path(details["loc"], value)
-        found = "" if details["type"] == "missing" else f", found {_kind(details['input'])}"
+        missing = details["type"] == "missing"
+        param = _path(details["loc"], value, missing)
+        found = "" if missing else f", found {_kind(details['input'])}"
         raise InvalidRequestError(f"{param or 'request'}: {details['msg'].lower()}{found}", param=param) from error
 
 
-def _path(location: tuple[int | str, ...], value: Any) -> str | None:
+def _path(location: tuple[int | str, ...], value: Any, missing: bool) -> str | None:
     """The path of a fault in the client's own terms: names of union members are left out."""
     text = ""
     node = value
-    for step in location:
+    for place, step in enumerate(location):
         if isinstance(step, int):
-            text += f"[{step}]"
-            node = node[step] if isinstance(node, list) and step < len(node) else None
-        elif isinstance(node, dict) or not text:
-            text += f".{step}" if text else str(step)
-            node = node.get(step) if isinstance(node, dict) else None
+            if isinstance(node, list) and step < len(node):
+                text, node = f"{text}[{step}]", node[step]
+        elif isinstance(node, dict) and (step in node or (missing and place == len(location) - 1)):
+            text, node = f"{text}.{step}" if text else step, node.get(step)
     return text or None
 
 
