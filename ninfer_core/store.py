@@ -101,17 +101,13 @@ def models_dir(environ: Mapping[str, str] | None = None) -> Path:
     """The folder of this project's own artifacts: `NINFER_MODELS`, else `ninfer/models` in the user's cache.
 
     Raises:
-        InvalidRequestError: `NINFER_MODELS` is relative, or names something that is not a folder.
+        InvalidRequestError: `NINFER_MODELS` names something that is not a folder.
     """
     env = os.environ if environ is None else environ
     value = env.get("NINFER_MODELS", "")
     if not value:
         return _cache_home(env) / "ninfer" / "models"
-    path = Path(value).expanduser()
-    if not path.is_absolute():
-        raise InvalidRequestError(
-            f"NINFER_MODELS={value!r} is a relative path; give an absolute one", param="NINFER_MODELS"
-        )
+    path = Path(value).expanduser().absolute()
     if path.exists() and not path.is_dir():
         raise InvalidRequestError(
             f"NINFER_MODELS={value!r} is a file; it must name the folder that holds the artifacts",

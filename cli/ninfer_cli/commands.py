@@ -102,14 +102,12 @@ def _facts(entry: store.ModelEntry, artifact: Artifact, template: str) -> dict[s
 
 
 def _capabilities(config: ModelConfig, template: str) -> list[str]:
-    """What the model and its template offer, in the words that other servers of local models use."""
+    """What the model and its template offer to the engine; a stored vision tower is not read yet."""
     found = ["completion"]
     if "<think>" in template:
         found.append("thinking")
     if "tools" in template:
         found.append("tools")
-    if config.vision is not None:
-        found.append("vision")
     if config.mtp_num_hidden_layers:
         found.append("drafting")
     return found
@@ -122,6 +120,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "gated_delta_layers": len(config.gdn_layers),
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,
+        "vision_tower": config.vision is not None,
     }
     if config.is_moe:
         facts |= {"experts": config.num_experts, "experts_per_token": config.num_experts_per_tok}
@@ -154,6 +153,7 @@ def _fact_lines(facts: dict[str, Any]) -> list[str]:
     shape = f"{a['layers']} layers ({a['attention_layers']} attention, {a['gated_delta_layers']} gated delta)"
     if "experts" in a:
         shape += f", {a['experts']} experts ({a['experts_per_token']} per token)"
+    shape += ", a vision tower" if a["vision_tower"] else ""
     shape += f", hidden size {a['hidden_size']:,}, vocabulary {a['vocabulary']:,}"
     pairs = [
         ("name", facts["name"]),

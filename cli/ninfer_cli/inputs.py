@@ -1,10 +1,10 @@
-"""What the user hands in as files and flags, turned into the neutral types: messages, tools, media, sampling."""
+"""What the user hands in as files and flags, turned into the neutral types: messages and tools."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -155,15 +155,6 @@ def read_tools(path: Path) -> tuple[Tool, ...]:
             )
         )
     return tuple(tools)
-
-
-def user_message(text: str, images: Sequence[Path] = (), videos: Sequence[Path] = ()) -> Message:
-    """A user turn; images and videos come before the text, in the order given."""
-    if not images and not videos:
-        return Message("user", text)
-    parts: list[Part] = [Image(path=str(path)) for path in images]
-    parts += [Video(path=str(path)) for path in videos]
-    return Message("user", (*parts, Text(text)))
 
 
 def _optional_text(value: Mapping[str, Any], key: str, where: str) -> str | None:

@@ -176,8 +176,6 @@ def run(
             help="Show the thinking; on stderr where stdout is not a terminal. [default: on a terminal only]",
         ),
     ] = None,
-    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Image for the prompt; repeatable.")] = None,
-    video: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Video for the prompt; repeatable.")] = None,
     tools: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="JSON file with function tools; calls are printed as JSON lines."),
@@ -234,8 +232,6 @@ def run(
         model=model,
         prompt=None if prompt is None else argument_text(prompt, "the prompt"),
         messages=messages,
-        images=image or [],
-        videos=video or [],
         settings=Settings(
             system and argument_text(system, "--system"), think, parameters, read_tools(tools) if tools else ()
         ),

@@ -21,7 +21,7 @@ from . import exits
 from .answer import Turn, statistics, statistics_lines, take_turn
 from .chat import Chat, Settings
 from .display import AnswerView, Console, Progress
-from .inputs import read_messages, user_message
+from .inputs import read_messages
 
 if TYPE_CHECKING:
     from ninfer_core import Engine
@@ -50,8 +50,6 @@ class RunOptions:
     model: str
     prompt: str | None = None
     messages: Path | None = None
-    images: list[Path] = field(default_factory=list)
-    videos: list[Path] = field(default_factory=list)
     settings: Settings = field(default_factory=Settings)
     load: LoadOptions = LoadOptions()
     show_thinking: bool | None = None
@@ -82,16 +80,16 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
         NinferError: as the steps do.
         KeyboardInterrupt: Ctrl-C before or after the answer.
     """
-    path = store.resolve(options.model, environ)
+    entry = store.describe(options.model, environ)
+    name, path = entry.name, entry.path
     interactive = options.prompt is None and options.messages is None and sys.stdin.isatty()
     if interactive and not console.out_is_terminal:
         raise InvalidRequestError("give a PROMPT: a conversation needs a terminal, and stdout is not one")
-    if interactive and (options.settings.tools or options.stats_json or options.images or options.videos):
-        raise InvalidRequestError("--tools, --image, --video and --stats-json need a PROMPT or --messages")
+    if interactive and (options.settings.tools or options.stats_json):
+        raise InvalidRequestError("--tools and --stats-json need a PROMPT or --messages")
     messages = () if interactive else _one_shot_messages(options, console)
     if options.stats_json is not None and not options.stats_json.absolute().parent.is_dir():
         raise InvalidRequestError(f"--stats-json: there is no folder {options.stats_json.absolute().parent}")
-    name = store.canonical(options.model) if path != Path(options.model) else path.stem
     with _noted(console, options.quiet), _loaded(name, path, options, console, loader) as (engine, seconds):
         if interactive:
             return _converse(engine, name, path, options, console, environ, seconds)
@@ -147,18 +145,10 @@ def _one_shot_messages(options: RunOptions, console: Console) -> tuple[Message, 
         parts.append(options.prompt)
     text = "\n\n".join(part for part in parts if part.strip())
     if text:
-        return (*messages, user_message(text, _existing(options.images), _existing(options.videos)))
+        return (*messages, Message("user", text))
     if not messages:
         raise InvalidRequestError("the prompt is empty: give a PROMPT, --messages FILE, or text on stdin")
-    if options.images or options.videos:
-        raise InvalidRequestError("--image and --video belong to a PROMPT; put them into the file for --messages")
     return messages
-
-
-def _existing(paths: list[Path]) -> list[Path]:
-    for path in paths:
-        path.open("rb").close()
-    return paths
 
 
 def _read_stdin(console: Console, options: RunOptions) -> str:

@@ -125,7 +125,7 @@ def test_load_options_reach_the_loader(run, engines, monkeypatch: pytest.MonkeyP
         (["--top-k", "x"], "--top-k"),
         (["--nonsense"], "--nonsense"),
         (["--messages", "/nonexistent.json"], "no such file or directory: /nonexistent.json"),
-        (["--image", "/nonexistent.png"], "no such file or directory: /nonexistent.png"),
+        (["--tools", "/nonexistent.json"], "no such file or directory: /nonexistent.json"),
         (["--stats-json", "/nonexistent/x.json"], "there is no folder /nonexistent"),
     ],
 )
@@ -141,7 +141,7 @@ def test_usage_errors_come_before_loading(run, engines, args: list[str], says: s
         ("NINFER_CONTEXT_LENGTH", "many"),
         ("NINFER_DEBUG", "maybe"),
         ("NINFER_NOHISTORY", "maybe"),
-        ("NINFER_MODELS", "x"),
+        ("NINFER_MODELS", __file__),
     ],
 )
 def test_settings_that_do_not_parse_are_usage_errors(run, monkeypatch, name: str, value: str) -> None:
@@ -376,3 +376,10 @@ def test_an_idle_pipe_on_stdin_is_announced(model: Path, tmp_path: Path) -> None
 
 def test_plain_strips_what_a_terminal_would_hide() -> None:
     assert plain("\x1b[2J\x1b[31mred\x1b[0m\r\n") == "red\n"
+
+
+def test_the_example_files_are_valid(run, engines) -> None:
+    folder = Path(__file__).parents[2] / "examples/messages"
+    assert run("--messages", str(folder / "chat.json"), "--tools", str(folder / "tools.json")).exit_code == 0
+    request = request_of(engines)
+    assert len(request.messages) == 4 and request.tools[0].name == "get_weather"
