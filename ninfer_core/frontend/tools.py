@@ -114,7 +114,7 @@ def _type_of(value: Any) -> str:
 
 def _expand(schema: Any, root: Schema) -> Iterator[Schema]:
     """The schema object, what it refers to, and the members of its combinations: each once, `MEMBERS` at most."""
-    stack, seen = [schema], set()
+    stack, seen = [schema], set[int]()
     while stack and len(seen) < MEMBERS:
         member = stack.pop()
         if not isinstance(member, Mapping) or id(member) in seen:

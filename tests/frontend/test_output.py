@@ -100,7 +100,7 @@ def test_a_repeated_key_keeps_its_first_place_and_its_last_value():
     raw = "<tool_call>\n<function=t>\n"
     raw += "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in (("a", "1"), ("b", "2"), ("a", "3")))
     raw += "</function>\n</tool_call>"
-    name, arguments = one(raw, tools=[tool("t", a="integer", b="string")])
+    _, arguments = one(raw, tools=[tool("t", a="integer", b="string")])
     assert list(arguments.items()) == [("a", 3), ("b", "2")]
 
 

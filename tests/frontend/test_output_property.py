@@ -14,8 +14,8 @@ from .streams import TOOLS, run, text_of, tool
 TYPED = (*TOOLS, tool("t", n="integer", s="string", o="object", b={"type": ["boolean", "null"]}))
 
 FRAGMENTS = [
-    *"<think> </think> <tool_call> </tool_call> </function> </parameter> <function=bash> <function=t> <function=no>".split(),
-    *"<parameter=command> <parameter=n> <parameter=s> <parameter=o> <parameter=zz> < </ </par <tool_c <function=b".split(),
+    *["<think>", "</think>", "<tool_call>", "</tool_call>", "</function>", "</parameter>", "<function=bash>", "<function=t>", "<function=no>"],
+    *["<parameter=command>", "<parameter=n>", "<parameter=s>", "<parameter=o>", "<parameter=zz>", "<", "</", "</par", "<tool_c", "<function=b"],
     *("<function=", "<parameter=", "<|im_start|>", "x < y", '"q"', "\\", "\t", "\r\n", "\n", "\n\n", " ", "  \n"),
     *("a", "beta gam", "beta gamma", "STOP", "5", '{"a": 1}', "true", "é", "😀"),
 ]  # fmt: skip
