@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ninfer_cli.main import main
+from ninfer_cli.run import LoadOptions
 
 from ninfer_core.errors import EngineFailedError, MemoryPlanError
 from ninfer_core.testing import Delay, Fault, Reply, Script, ScriptedEngine, Tokens
@@ -26,7 +27,7 @@ def echo(request: Request) -> Reply:
     return Reply(text, reasoning="Hmm, let me see.")
 
 
-def engine() -> ScriptedEngine:
+def engine(context: int) -> ScriptedEngine:
     return ScriptedEngine(
         Script(lambda request: Reply(COUNT, reasoning="counting"), when=says("count"), rate=200, burst=2),
         Script([Tokens("a", "\x1b[31m", "b")], when=says("escape")),
@@ -34,18 +35,18 @@ def engine() -> ScriptedEngine:
         Script(["half an ans", Fault(ValueError("boom"))], when=says("fail")),
         Script(["tell me</think>\n\n", "slow ", Delay(30), "end"], when=says("hang")),
         Script(echo),
-        context_length=600,
+        context_length=context,
     )
 
 
-def load(name: str, path: object, options: object) -> ScriptedEngine:
+def load(name: str, path: object, options: LoadOptions) -> ScriptedEngine:
     if "memory" in name:
         raise MemoryPlanError("the model needs 20.0 GB\n  weights 17.5 GB\nuse a smaller --context")
     if "broken" in name:
         raise EngineFailedError("the engine failed while loading")
     if "bug" in name:
         raise RuntimeError("unexpected")
-    return engine()
+    return engine(options.context or 600)
 
 
 if __name__ == "__main__":

@@ -380,6 +380,7 @@ def test_plain_strips_what_a_terminal_would_hide() -> None:
 
 def test_the_example_files_are_valid(run, engines) -> None:
     folder = Path(__file__).parents[2] / "examples/messages"
-    assert run("--messages", str(folder / "chat.json"), "--tools", str(folder / "tools.json")).exit_code == 0
+    result = run("--messages", str(folder / "chat.json"), "--tools", str(folder / "tools.json"), "--context", "4000")
+    assert result.exit_code == 0, result.stderr
     request = request_of(engines)
     assert len(request.messages) == 4 and request.tools[0].name == "get_weather"
