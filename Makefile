@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: demo test lint clean
 
 demo: .venv/run.stamp  ## One answer from the embedded demo model, on the CPU
-	$(BIN)/ninfer run demo "$(PROMPT)"
+	$(BIN)/ninfer run demo "$(PROMPT)" < /dev/null
 
 test: .venv/dev.stamp  ## Linters, types and every test that needs no GPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 import typer
 
 from ninfer_core import __version__
-from ninfer_core.errors import InvalidRequestError
 
 from . import exits
 from .chat import PARAMETERS, Settings, check_parameter
@@ -69,7 +68,7 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-        debug = True
+        debug = False
         try:
             debug = exits.flag(os.environ, "NINFER_DEBUG")
             return command(*args, **kwargs)
@@ -81,7 +80,7 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if type(error).__module__.startswith(("typer", "click")):
                 raise
-            if debug and not isinstance(error, InvalidRequestError):
+            if debug:
                 import traceback
 
                 traceback.print_exc()

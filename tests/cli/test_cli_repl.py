@@ -12,11 +12,6 @@ from pathlib import Path
 import pexpect
 import pytest
 from cli_support import SCRIPTED, environment, plain, write_tiny_artifact
-from ninfer_cli.chat import PARAMETERS, Chat, Settings, parse_parameter
-from ninfer_cli.line_editor import message_of, unfinished
-
-from ninfer_core.errors import InvalidRequestError
-from ninfer_core.types import Message
 
 PROMPT = ">>>"
 
@@ -300,78 +295,3 @@ def test_colours_are_off_under_no_color(terminal) -> None:
     # cursor movement belongs to line editing; colours and dim text do not
     styles = set(re.findall(r"\x1b\[[0-9;]*m", t.raw)) - {"\x1b[0m"}
     assert not styles and "[thinking]" in t.raw
-
-
-# --- without a terminal ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "more"),
-    [("a", False), ("a\\", True), ("a\\\nb", False), ('"""', True), ('"""a', True), ('"""a\n"""', False), ("", False)],
-)
-def test_when_enter_starts_a_new_line(text: str, more: bool) -> None:
-    assert unfinished(text) is more
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"), [(" a ", "a"), ("a\\\nb", "a\nb"), ('"""\na\n\nb\n"""', "a\n\nb"), ('"""', "")]
-)
-def test_what_a_typed_text_means(typed: str, meant: str) -> None:
-    assert message_of(typed) == meant
-
-
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_every_parameter_has_limits_that_are_enforced(name: str) -> None:
-    if name == "stop":
-        assert parse_parameter(name, "x") == "x"
-        return
-    parameter = PARAMETERS[name]
-    inside = parameter.low if not parameter.open_low else parameter.low + 1
-    assert parse_parameter(name, str(inside)) == inside
-    for bad in (str(parameter.low - 1), "nan", "inf", "word"):
-        with pytest.raises(InvalidRequestError, match=name):
-            parse_parameter(name, bad)
-    if parameter.high < 1e30:
-        with pytest.raises(InvalidRequestError, match=name):
-            parse_parameter(name, str(parameter.high + 1))
-
-
-def test_attached_texts_survive_an_abandoned_turn() -> None:
-    chat = Chat(Settings())
-    chat.attach("a.txt", "alpha")
-    chat.ask("q")
-    chat.abandon()
-    assert not chat.messages and "alpha" in chat.ask("q2").messages[-1].text
-    chat.answer(Message("assistant", "ok"))
-    assert "alpha" not in chat.ask("q3").messages[-1].text
-
-
-def test_a_saved_chat_that_is_wrong_changes_nothing(tmp_path: Path) -> None:
-    chat = Chat(Settings(parameters={"top_k": 3}), (Message("user", "q"), Message("assistant", "a")))
-    for text in (
-        "{",
-        "{}",
-        '{"messages": [{"role": "x"}]}',
-        '{"messages": [], "parameters": {"top_k": -9}}',
-        '{"messages": [], "parameters": {"top_k": "a"}}',
-        '{"messages": [], "parameters": []}',
-        '{"messages": [], "thinking": 7}',
-    ):
-        (tmp_path / "c.json").write_text(text)
-        with pytest.raises(InvalidRequestError):
-            chat.load(tmp_path / "c.json")
-        assert len(chat.messages) == 2 and chat.settings.parameters == {"top_k": 3}
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
-    chat = Chat(Settings(), (Message("user", "q"),))
-    target = tmp_path / "folder"
-    target.mkdir()
-    with pytest.raises(OSError):
-        chat.save(target)
-    assert target.is_dir() and list(tmp_path.iterdir()) == [target]
-
-
-def test_nothing_to_regenerate_or_undo() -> None:
-    chat = Chat(Settings())
-    assert chat.regenerate() is None and chat.undo() is False
