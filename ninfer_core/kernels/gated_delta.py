@@ -133,20 +133,21 @@ def chunked_delta(
         return x.unflatten(0, (rows // CHUNK, CHUNK)).transpose(1, 2)
 
     q, k, v = blocks(q), blocks(k), blocks(v)
-    total = blocks(log_decay.unsqueeze(2)).cumsum(2)
+    # Sums in fp64: a few strong decays make them large, and only their differences count.
+    total = blocks(log_decay.unsqueeze(2)).double().cumsum(2)
     rate = blocks(beta.unsqueeze(2))
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    relative = torch.where(lower, total - total.transpose(2, 3), float("-inf")).exp()
+    relative = torch.where(lower, total - total.transpose(2, 3), float("-inf")).to(q.dtype).exp()
+    from_start = total.to(q.dtype).exp()
     coupling = ((k @ k.transpose(2, 3)) * relative * rate).tril(-1)
     eye = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
-    right = torch.cat((v * rate, k * (rate * total.exp())), -1)
+    right = torch.cat((v * rate, k * (rate * from_start)), -1)
     solved = torch.linalg.solve_triangular(coupling + eye, right, upper=False, unitriangular=True)
     u, w = solved.split((v.shape[-1], k.shape[-1]), -1)
     inner = (q @ k.transpose(2, 3)) * relative
-    faded = q * total.exp()
-    last = total[:, :, -1:]
-    carried = (k * (last - total).exp()).transpose(2, 3)
-    keep = last.exp()
+    faded = q * from_start
+    carried = (k * (total[:, :, -1:] - total).to(q.dtype).exp()).transpose(2, 3)
+    keep = from_start[:, :, -1:]
     out = torch.empty_like(v)
     for i in range(rows // CHUNK):
         e = u[i] - w[i] @ state
