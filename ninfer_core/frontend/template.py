@@ -258,7 +258,7 @@ class ChatTemplate:
     insertion order, non-ASCII kept, nothing HTML-escaped.
 
     Args:
-        source: the template.
+        source: the template; kept as an attribute.
         clean: applied to all text that `tojson` writes.
 
     Raises:
@@ -283,6 +283,7 @@ class ChatTemplate:
             "range": environment.globals["range"],
             "raise_exception": _raise_exception,
         }
+        self.source = source
         self.source = source
         self._clean = clean
         try:

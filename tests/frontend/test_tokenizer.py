@@ -200,7 +200,7 @@ def test_added_tokens_of_the_configuration_are_appended():
 def test_disagreeing_files_are_refused():
     tokenizer, config = small()
     config["added_tokens_decoder"]["256"]["content"] = "<|other|>"
-    with pytest.raises(ContentError, match="id 256 is '<|other|>'"):
+    with pytest.raises(ContentError, match=r"id 256 is '<|other|>'"):
         build(tokenizer, config)
 
 
