@@ -352,12 +352,21 @@ def _program(argv: list[str]) -> typer.Typer:
 def main(argv: list[str] | None = None, *, loader: Any = None) -> None:
     """The entry point; never returns. `loader` replaces how an engine is loaded (tests play scripted ones)."""
     signal.signal(signal.SIGTERM, _terminate)
+    # A stream that the caller closed (`>&-`) is None here; everything below may then write to nothing.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - lives as long as the process
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
         _program(sys.argv[1:] if argv is None else argv)(args=argv, obj=loader, prog_name="ninfer")
     except KeyboardInterrupt:
         sys.exit(exits.INTERRUPTED)
+    except OSError as error:
+        # Help and version are printed outside of any command.
+        sys.stderr.write(f"error: {exits.text_of(error)}\n")
+        _drop_stdout()
+        sys.exit(exits.code_of(error))
 
 
 if __name__ == "__main__":

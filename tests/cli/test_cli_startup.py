@@ -103,3 +103,25 @@ def test_completion_knows_commands_and_models(tmp_path: Path) -> None:
             timeout=60,
         )
         assert done.stdout.split() == [expected], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "out"),
+    [
+        ("--version >/dev/full", 7, ""),
+        ("list >/dev/full", 7, ""),
+        ("--version >&-", 0, ""),
+        ("--version 2>&- <&-", 0, "ninfer "),
+        ("--help | head -1", 0, "Usage: ninfer"),
+    ],
+)
+def test_streams_that_are_full_or_closed(tmp_path: Path, line: str, code: int, out: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -m ninfer_cli {line}; exit ${{PIPESTATUS[0]}}'],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code and done.stdout.startswith(out)
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == (1 if code else 0)
