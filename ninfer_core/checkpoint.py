@@ -6,11 +6,12 @@ the rows it works on. Names are normalised once, here; the rest of the converter
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,17 +183,35 @@ class Checkpoint:
         dtype = _DTYPES[entry.dtype]
         data = self._read(file, entry.start + start * columns * dtype.itemsize, count * columns * dtype.itemsize)
         values = data.view(dtype).view(count, columns)
-        return self._unscale(name, values, start, entry.shape) if entry.dtype == "F8_E4M3" else values
+        return self._unscale(name, values, torch.arange(start, start + count)) if entry.dtype == "F8_E4M3" else values
 
-    def _unscale(self, name: str, values: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
-        scales = self._scales(name, shape)
+    def gather(self, name: str, ids: torch.Tensor, columns: int) -> torch.Tensor:
+        """Single rows by number, in the order of `ids`; else like `rows`. Reads in file order, neighbours at once."""
+        file, entry = self.tensors[name]
+        dtype = _DTYPES[entry.dtype]
+        width = columns * dtype.itemsize
+        order = torch.argsort(ids)
+        ascending = ids[order]
+        breaks = (ascending.diff() != 1).nonzero()[:, 0] + 1
+        data = torch.empty(ids.numel() * width, dtype=torch.uint8)
+        view = memoryview(data.numpy().data)
+        with open(self.path / file, "rb", buffering=0) as source:
+            for a, b in itertools.pairwise([0, *breaks.tolist(), ids.numel()]):
+                source.seek(entry.start + int(ascending[a]) * width)
+                self._fill(source, view[a * width : b * width])
+        values = torch.empty_like(data).view(dtype).view(-1, columns)
+        values[order] = data.view(dtype).view(-1, columns)
+        return self._unscale(name, values, ids.long()) if entry.dtype == "F8_E4M3" else values
+
+    def _unscale(self, name: str, values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        shape = self.tensors[name][1].shape
+        scales = self._scales(name)
         per_matrix, matrix_rows = scales.shape[0] // math.prod(shape[:-2]), shape[-2]
-        row = torch.arange(start, start + values.shape[0])
         block = (row // matrix_rows) * per_matrix + (row % matrix_rows) // FP8_BLOCK
         wide = scales[block].repeat_interleave(FP8_BLOCK, dim=1)[:, : values.shape[1]]
         return values.float() * wide
 
-    def _scales(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def _scales(self, name: str) -> torch.Tensor:
         """Inverse scales float32 `[matrices * ceil(rows / 128), ceil(columns / 128)]` of an FP8 tensor."""
         found = self._scale_values.get(name)
         if found is None:
@@ -225,15 +244,18 @@ class Checkpoint:
 
     def _read(self, file: str, start: int, nbytes: int) -> torch.Tensor:
         out = torch.empty(nbytes, dtype=torch.uint8)
-        view, done = memoryview(out.numpy().data), 0
         with open(self.path / file, "rb", buffering=0) as source:  # opened per read: threads share nothing
             source.seek(start)
-            while done < nbytes:
-                got = source.readinto(view[done:])
-                if not got:
-                    raise ConvertError(f"{self.path / file} became shorter while it was read")
-                done += got
+            self._fill(source, memoryview(out.numpy().data))
         return out
+
+    def _fill(self, source: io.FileIO, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            got = source.readinto(view[done:])
+            if not got:
+                raise ConvertError(f"{self.path / str(source.name)} became shorter while it was read")
+            done += got
 
     def describe(self) -> str:
         """One line for logs: dtypes and their counts."""

@@ -259,19 +259,6 @@ class RowReader:
         return out
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        """Single rows by number, in the order of `ids`; neighbours in the file are read together."""
-        order = torch.argsort(ids)
-        sorted_ids = ids[order].tolist()
-        out: torch.Tensor | None = None
-        at = 0
-        while at < len(sorted_ids):
-            run = 1
-            while at + run < len(sorted_ids) and sorted_ids[at + run] == sorted_ids[at] + run:
-                run += 1
-            block = self.read(sorted_ids[at], sorted_ids[at] + run)
-            if out is None:
-                out = torch.empty(len(sorted_ids), self._columns, dtype=block.dtype)
-            out[order[at : at + run]] = block
-            at += run
-        assert out is not None
-        return out
+        """Single rows by number, in the order of `ids`; for objects made of one whole tensor."""
+        (part,) = self._parts
+        return self._checkpoint.gather(part.source, ids, self._columns)
