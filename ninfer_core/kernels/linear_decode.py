@@ -31,6 +31,21 @@ def weight_offsets(row, G: tl.constexpr, PLANES: tl.constexpr):
 
 
 @triton.jit
+def add_products(
+    accumulators, words, high, scale, xq, xs, ss, t0, rows, g, eps,
+    G32: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add one chunk of K to the T accumulators [BN, BG]."""
+    factor = scale.to(tl.float32) * code_factor(FMT)
+    grown = ()
+    for t in tl.static_range(T):
+        i = tl.minimum(t0 + t, rows - 1)
+        dot = row_dot(words, high, xq + i * (8 * G32), xs + i * G32, ss + i * PARTS, g, eps, G32, FMT, HEADS, PTX)
+        grown = grown + (accumulators[t] + dot * factor,)  # noqa: RUF005
+    return grown
+
+
+@triton.jit
 def tile_products(
     w, wh, ws, row, xq, xs, ss, t0, rows, eps,
     G: tl.constexpr, BG: tl.constexpr, G32: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, FMT: tl.constexpr,
@@ -50,20 +65,29 @@ def tile_products(
     accumulators = ()
     for _t in tl.static_range(T):
         accumulators = accumulators + (tl.zeros(words[0].shape, tl.float32),)  # noqa: RUF005
-    for c in tl.static_range(chunks):
-        if c > 0:
-            words = load_words(w, offset + c * BG, 32 * G, None)
-            high = load_high(wh, high_offset + c * BG, 32 * G, None, FMT)
-            scale = tl.load(ws + scale_offset + c * BG, eviction_policy="evict_first")
-        factor = scale.to(tl.float32) * code_factor(FMT)
-        grown = ()
-        for t in tl.static_range(T):
-            i = tl.minimum(t0 + t, rows - 1)
-            dot = row_dot(
-                words, high, xq + i * (8 * G32), xs + i * G32, ss + i * PARTS, c * BG + g, eps, G32, FMT, HEADS, PTX
+    if chunks <= 4:
+        for c in tl.static_range(chunks):
+            if c > 0:
+                words = load_words(w, offset + c * BG, 32 * G, None)
+                high = load_high(wh, high_offset + c * BG, 32 * G, None, FMT)
+                scale = tl.load(ws + scale_offset + c * BG, eviction_policy="evict_first")
+            accumulators = add_products(
+                accumulators, words, high, scale, xq, xs, ss, t0, rows, c * BG + g, eps, G32, PARTS, T, FMT, HEADS, PTX
             )
-            grown = grown + (accumulators[t] + dot * factor,)  # noqa: RUF005
-        accumulators = grown
+    else:
+        for c in range(chunks):
+            # The next chunk is on its way while this one is multiplied; the last turn asks for nothing.
+            ahead = c * BG + BG
+            inside = (ahead + g)[None, :] < G
+            next_words = load_words(w, offset + ahead, 32 * G, inside)
+            next_high = load_high(wh, high_offset + ahead, 32 * G, inside, FMT)
+            next_scale = tl.load(ws + scale_offset + ahead, mask=inside, eviction_policy="evict_first")
+            accumulators = add_products(
+                accumulators, words, high, scale, xq, xs, ss, t0, rows, c * BG + g, eps, G32, PARTS, T, FMT, HEADS, PTX
+            )
+            words = next_words
+            high = next_high
+            scale = next_scale
     sums = ()
     for t in tl.static_range(T):
         sums = sums + (tl.sum(accumulators[t], 1),)  # noqa: RUF005

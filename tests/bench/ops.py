@@ -1,0 +1,548 @@
+"""Decode kernels on one GPU: exactness against torch, tile sweep by role, and a whole token's launches in one graph.
+
+    python tests/bench/ops.py [--out DIR] [--parts check,sweep,chain] [--workers N]
+
+Weights are random in the published formats. Every time is the median of graph replays that walk through more weight
+bytes than the L2 holds; `floor` is the bytes of the role over the read bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures as futures
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from ninfer_core.kernels import gated_delta_decode as delta
+from ninfer_core.kernels import linear_decode as linear
+from ninfer_core.kernels import moe_decode as moe
+from ninfer_core.kernels._order import (
+    GROUP,
+    HIGH_PLANES,
+    Activation,
+    KernelMatrix,
+    dequantize_rows_ref,
+    pack_codes,
+    quantize_rows_ref,
+)
+from ninfer_core.kernels._tiles import Tile
+
+LIMIT = {"W8": 127, "Q4": 7, "Q5": 15, "Q6": 31}
+DEVICE = "cuda"
+
+
+def random_matrix(rows: int, columns: int, fmt: str) -> KernelMatrix:
+    """Random bits as a kernel-order matrix whose values have a standard deviation near columns ** -0.5."""
+    groups = columns // GROUP[fmt]
+    planes = HIGH_PLANES[fmt]
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=DEVICE)
+
+    spread = {"W8": 74.0, "Q4": 4.6, "Q5": 9.2, "Q6": 18.5}[fmt]
+    scales = (torch.rand(rows, groups, device=DEVICE) + 0.5) / (spread * columns**0.5)
+    return KernelMatrix(
+        words(rows // 32, 8, 32, groups), words(rows // 32, planes, 32, groups), scales.half(), fmt, rows, columns
+    )
+
+
+def coded_matrix(rows: int, columns: int, fmt: str) -> tuple[KernelMatrix, torch.Tensor]:
+    """A matrix made from codes, and its fp32 values."""
+    low = -LIMIT[fmt] - (fmt != "W8")
+    codes = torch.randint(low, LIMIT[fmt] + 1, (rows, columns), device=DEVICE)
+    scales = (torch.rand(rows, columns // GROUP[fmt], device=DEVICE) * 0.01).half()
+    values = (codes.float().view(rows, -1, GROUP[fmt]) * scales.float()[..., None]).view(rows, columns)
+    return pack_codes(codes, scales, fmt), values
+
+
+def random_activation(rows: int, columns: int) -> Activation:
+    u = torch.randn(rows, columns, device=DEVICE)
+    q, s = quantize_rows_ref(u)
+    return Activation(q, s, (u**2).view(rows, columns // 32, 32).sum(-1))
+
+
+def graph_time(call, repeats: int = 15) -> float:
+    """Median microseconds of one replay of `call` captured in a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def read_bandwidth() -> float:
+    """Read bandwidth in TB/s: the sum of 4 GB of fp32."""
+    x = torch.randn(1 << 30, device=DEVICE)
+    return x.numel() * 4 / graph_time(lambda: x.sum()) / 1e6
+
+
+# ---------------------------------------------------------------- roles
+
+
+class Role:
+    """One matrix role: builds weight copies, runs one call."""
+
+    def __init__(self, name, rows, columns, fmt, kind, tiles):
+        self.name, self.rows, self.columns, self.fmt, self.kind, self.tiles = name, rows, columns, fmt, kind, tiles
+
+    def make(self):
+        """One copy of the role's weights."""
+        if self.kind == "experts_down":
+            return random_matrix(self.rows, self.columns, self.fmt), random_matrix(2048, 512, "W8")
+        if self.kind == "side":
+            return random_matrix(self.rows, self.columns, self.fmt), torch.randn(64, self.columns, device=DEVICE).bfloat16()
+        if self.kind == "router":
+            return random_matrix(self.rows, self.columns, self.fmt), torch.randn(257, self.columns, device=DEVICE).bfloat16()
+        return (random_matrix(self.rows, self.columns, self.fmt),)
+
+    def bytes(self, T, copy):
+        """Bytes one call must move (weights; distinct experts of the fixed routing)."""
+        m = copy[0]
+        if self.kind.startswith("experts"):
+            return m.nbytes / 256 * 8 * T + (copy[1].nbytes if len(copy) > 1 else 0)
+        return m.nbytes + sum(t.numel() * 2 for t in copy[1:])
+
+    def buffers(self, T):
+        """Inputs and outputs shared by all copies."""
+        a = random_activation(T, self.columns)
+        u = torch.randn(T, self.columns, device=DEVICE)
+        wide = {
+            "u": u, "out": torch.empty(T, self.rows, dtype=torch.bfloat16, device=DEVICE),
+            "side": torch.empty(T, 64, device=DEVICE), "logits": torch.randn(T, 257, device=DEVICE),
+            "shared": torch.randn(T, 1024, device=DEVICE), "x": torch.randn(T, min(self.rows, 8192), device=DEVICE),
+        }  # fmt: skip
+        if self.kind in ("residual", "experts_down"):
+            n = 2048 if self.kind == "experts_down" else self.rows
+            wide |= {
+                "x": torch.randn(T, n, device=DEVICE), "xo": torch.empty(T, n, device=DEVICE),
+                "uo": torch.empty(T, n, device=DEVICE), "ao": Activation.empty(T, n, n // 32, DEVICE),
+                "norm": torch.zeros(n, device=DEVICE).bfloat16(),
+            }  # fmt: skip
+        wide["h"] = random_activation(T * 9, 512)
+        order = torch.stack([torch.randperm(256, device=DEVICE) for _ in range(1)])[0]
+        wide["ids"] = order[: 8 * T].view(T, 8).int().contiguous() if T <= 32 else order[:8].int().repeat(T, 1)
+        wide["weights"] = torch.full((T, 8), 0.125, device=DEVICE)
+        if self.kind == "experts_up":  # the routing of `ids`, distinct experts
+            wide["logits"] = torch.zeros(T, 257, device=DEVICE)
+            wide["logits"].scatter_(1, wide["ids"].long(), torch.arange(8, 0, -1, device=DEVICE).float().repeat(T, 1))
+        return a, wide
+
+    def call(self, copy, a, b, tile):
+        """Run once."""
+        m = copy[0]
+        if self.kind == "plain":
+            linear.project(m, a, b["out"], tile=tile)
+        elif self.kind == "side":
+            linear.project(m, a, b["out"], u=b["u"], side=copy[1], side_out=b["side"], tile=tile)
+        elif self.kind == "residual":
+            linear.project_residual(m, a, b["x"], b["norm"], b["xo"], b["uo"], b["ao"], norm="none", tile=tile)
+        elif self.kind == "router":
+            moe.route_and_shared(m, copy[1], a, b["u"], b["shared"], b["logits"], tile=tile)
+        elif self.kind == "experts_up":
+            moe.expert_gate_up(m, a, b["logits"], b["shared"], b["h"], b["ids"], b["weights"], tile=tile)
+        else:
+            moe.expert_down(
+                m, copy[1], b["h"], b["ids"], b["weights"], b["logits"], b["x"], b["norm"], b["xo"], b["uo"], b["ao"],
+                warps=tile.warps,
+            )  # fmt: skip
+
+
+def tiles(rows, groups, warps):
+    return [Tile(*t) for t in itertools.product(rows, groups, warps)]
+
+
+ROLES = [
+    Role("35B gdn in", 12288, 2048, "W8", "side", tiles((8, 16, 32), (64,), (4, 8)) + tiles((4,), (64,), (2, 4)) + tiles((32,), (32,), (4, 8))),
+    Role("35B attention in", 9216, 2048, "W8", "plain", tiles((8, 16), (64,), (4, 8))),
+    Role("35B out", 2048, 4096, "W8", "residual", tiles((32,), (128,), (8, 16)) + tiles((32,), (64,), (8, 16)) + tiles((32,), (32,), (8,))),
+    Role("35B router+shared", 1024, 2048, "W8", "router", tiles((8, 16, 32), (64,), (4, 8))),
+    Role("35B experts up", 262144, 2048, "Q4", "experts_up", tiles((32,), (32,), (4, 8, 16)) + tiles((32,), (16,), (4, 8))),
+    Role("35B experts down", 524288, 512, "Q5", "experts_down", tiles((32,), (8,), (4, 8, 16))),
+    Role("35B head", 248320, 2048, "Q6", "plain", tiles((16, 32), (32,), (4, 8)) + tiles((8,), (32,), (2, 4))),
+    Role("35B draft head", 131072, 2048, "Q4", "plain", tiles((16, 32), (32,), (4, 8)) + tiles((8,), (32,), (2, 4))),
+    Role("27B value_z", 12288, 5120, "Q5", "plain", tiles((16, 32), (16,), (4, 8))),
+    Role("27B down", 5120, 17408, "Q5", "residual", tiles((32,), (16,), (4, 8))),
+]
+SWEEP_ROWS = (1, 4)
+
+
+def compile_one(job):
+    """Worker: run one candidate once so that the compiler's disk cache holds it."""
+    index, tile, T = job
+    role = ROLES[index]
+    try:
+        torch.cuda.set_device(0)
+        copy = role.make()
+        a, b = role.buffers(T)
+        role.call(copy, a, b, tile)
+        torch.cuda.synchronize()
+        return None
+    except Exception as error:
+        return f"{role.name} {tile} T={T}: {type(error).__name__}: {str(error)[:300]}"
+
+
+def precompile(jobs, workers):
+    """Compile all candidates in parallel processes."""
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return [e for e in pool.map(compile_one, jobs, chunksize=1) if e]
+
+
+def sweep(bandwidth, names=None):
+    """Every candidate of every role at T = 1, 4, 8."""
+    rows = []
+    for role in ROLES:
+        if names and role.name not in names:
+            continue
+        first = role.make()
+        size = sum(t.numel() * t.element_size() for m in first for t in ((m.words, m.high) if isinstance(m, KernelMatrix) else (m,)))
+        copies = [first] + [role.make() for _ in range(max(1, min(40, int(1.2e9 // max(size, 1)))) - 1)]
+        for T in SWEEP_ROWS:
+            a, b = role.buffers(T)
+            floor = role.bytes(T, first) / bandwidth / 1e6
+            for tile in role.tiles:
+                calls = max(len(copies), 8)
+
+                def chain(copies=copies, a=a, b=b, tile=tile, calls=calls, role=role):
+                    for i in range(calls):
+                        role.call(copies[i % len(copies)], a, b, tile)
+
+                try:
+                    took = graph_time(chain, 9) / calls
+                    rows.append({"role": role.name, "T": T, "tile": list(tile), "us": took, "floor_us": floor})
+                except Exception as error:
+                    rows.append({"role": role.name, "T": T, "tile": list(tile), "error": str(error)[:200]})
+        del copies, first
+        torch.cuda.empty_cache()
+    return rows
+
+
+# ---------------------------------------------------------------- exactness
+
+
+def relative(out, ref):
+    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
+
+
+def check_linear():
+    """All formats at T = 1, 4, 8, 16, 64: error against fp64, and equal bits of a row in every call size."""
+    found = []
+    for fmt in ("W8", "Q4", "Q5", "Q6"):
+        matrix, values = coded_matrix(2048, 2048, fmt)
+        a = random_activation(64, 2048)
+        x = dequantize_rows_ref(a.q, a.s)
+        factor = torch.rsqrt(a.ss.sum(1, keepdim=True) / 2048 + 1e-6)
+        ref = (x.double() @ values.double().T) * factor.double()
+        alone = torch.full((64, 2048), float("nan"), device=DEVICE)
+        for t in range(64):
+            linear.project(matrix, Activation(a.q[t : t + 1], a.s[t : t + 1], a.ss[t : t + 1]), alone[t : t + 1])
+        entry = {"op": "project", "format": fmt, "error": relative(alone, ref)}
+        for T in (2, 4, 8, 16, 64):
+            out = torch.full((T, 2048), float("nan"), device=DEVICE)
+            linear.project(matrix, Activation(a.q[:T], a.s[:T], a.ss[:T]), out)
+            entry[f"bits_{T}"] = torch.equal(out, alone[:T])
+        found.append(entry)
+    return found
+
+
+def check_moe(T):
+    """Three MoE kernels at the 35B width (32 experts): errors against torch, rows alone equal rows together."""
+    E, I, D = 32, 512, 2048
+    up, up_values = coded_matrix(E * 2 * I, D, "Q4")
+    down, down_values = coded_matrix(E * D, I, "Q5")
+    shared_up, shared_up_values = coded_matrix(2 * I, D, "W8")
+    shared_down, shared_down_values = coded_matrix(D, I, "W8")
+    router = (torch.randn(E + 1, D, device=DEVICE) * 0.05).bfloat16()
+    norm = (torch.randn(D, device=DEVICE) * 0.1).bfloat16()
+    x = torch.randn(T, D, device=DEVICE)
+    u = x.clone()
+    q, s = quantize_rows_ref(u)
+    ss = (x**2).view(T, D // 32, 32).sum(-1)
+
+    def run(lo, hi):
+        n = hi - lo
+        nan = float("nan")
+        a = Activation(q[lo:hi].contiguous(), s[lo:hi].contiguous(), ss[lo:hi].contiguous())
+        logits = torch.full((n, E + 1), nan, device=DEVICE)
+        shared = torch.full((n, 2 * I), nan, device=DEVICE)
+        h = Activation.empty(n * 9, I, 1, DEVICE)
+        ids = torch.full((n, 8), -1, dtype=torch.int32, device=DEVICE)
+        weights = torch.full((n, 8), nan, device=DEVICE)
+        xo, uo = torch.full((n, D), nan, device=DEVICE), torch.full((n, D), nan, device=DEVICE)
+        ao = Activation.empty(n, D, D // 32, DEVICE)
+        moe.route_and_shared(shared_up, router, a, u[lo:hi].contiguous(), shared, logits)
+        moe.expert_gate_up(up, a, logits, shared, h, ids, weights)
+        moe.expert_down(down, shared_down, h, ids, weights, logits, x[lo:hi].contiguous(), norm, xo, uo, ao)
+        return logits, shared, h, ids, weights, xo, uo, ao
+
+    logits, shared, h, ids, weights, xo, uo, ao = run(0, T)
+    factor = torch.rsqrt((x**2).mean(1, keepdim=True) + 1e-6)
+    xr = dequantize_rows_ref(q, s)
+    hr = dequantize_rows_ref(h.q, h.s)
+    best, order = logits[:, :E].topk(8)
+    gates = up_values.view(E, 2 * I, D)[ids.long()]
+    y = torch.einsum("tsik,tk->tsi", gates, xr) * factor[:, :, None]
+    ref_h = torch.nn.functional.silu(y[..., :I]) * y[..., I:]
+    out = torch.einsum("tsdi,tsi->tsd", down_values.view(E, D, I)[ids.long()], hr[: T * 8].view(T, 8, I))
+    routed = (out * best.softmax(-1)[..., None]).sum(1)
+    ref_x = x + routed + torch.sigmoid(logits[:, E:]) * (hr[T * 8 :] @ shared_down_values.T)
+    back = dequantize_rows_ref(ao.q, ao.s)
+    entry = {
+        "op": "moe", "T": T, "logits": relative(logits, (u @ router.float().T) * factor),
+        "shared": relative(shared, (xr @ shared_up_values.T) * factor), "ids": torch.equal(ids.long(), order),
+        "h_int8": relative(hr[: T * 8].view(T, 8, I), ref_h), "x": relative(xo - x, ref_x - x),
+        "codes": relative(back, uo),
+    }  # fmt: skip
+    entry["bits"] = all(torch.equal(run(t, t + 1)[5][0], xo[t]) for t in range(T))
+    return entry
+
+
+def check_delta():
+    """Gated DeltaNet at 35B heads: 24 tokens one by one against windows of 4 with rejected rows, bit for bit."""
+    hk, hv, n = 16, 32, 24
+    c = (2 * hk + hv) * 128
+    projected = torch.randn(n, c + hv * 128, device=DEVICE).bfloat16()
+    ab = torch.randn(n, 2 * hv, device=DEVICE)
+    taps = torch.randn(4, c, device=DEVICE).bfloat16()
+    a_log, dt_bias = torch.randn(hv, device=DEVICE) * 0.3, torch.randn(hv, device=DEVICE)
+    norm = torch.rand(128, device=DEVICE).bfloat16()
+
+    def run(plan):
+        state = delta.DeltaState.empty(3, hk, hv, DEVICE)
+        at, commit, got = 0, 0, []
+        for rows, kept in plan:
+            p, g = projected[at : at + rows].clone(), ab[at : at + rows].clone()
+            p[kept:] = torch.randn_like(p[kept:])
+            out = Activation.empty(rows, hv * 128, hv * 4, DEVICE)
+            ints = [torch.tensor([v], dtype=torch.int32, device=DEVICE) for v in (1, at, commit)]
+            delta.gated_delta(p, g, taps, a_log, dt_bias, norm, state, *ints, out)
+            got.append((out.q[:kept], out.s[:kept], out.ss[:kept]))
+            at, commit = at + kept, kept
+        return [torch.cat(parts) for parts in zip(*got, strict=True)]
+
+    single = run([(1, 1)] * n)
+    window = run([(4, 2), (4, 4), (4, 1), (4, 3), (4, 4), (4, 4), (4, 2), (4, 4)])
+    ref = delta_reference(projected, ab, taps, a_log, dt_bias, norm, hk, hv)
+    factor = torch.rsqrt(single[2].view(n, hv, 4).sum(-1) / 128 + 1e-6)
+    got = dequantize_rows_ref(single[0], single[1]).view(n, hv, 128) * factor[..., None]
+    return {
+        "op": "gated_delta", "int8_error": relative(got, ref),
+        "bits": all(torch.equal(a, b) for a, b in zip(single, window, strict=True)),
+    }  # fmt: skip
+
+
+def delta_reference(projected, ab, taps, a_log, dt_bias, norm, hk, hv):
+    """The recurrence in fp64."""
+    f = torch.nn.functional
+    c = taps.shape[1]
+    n = projected.shape[0]
+    raw = torch.cat([torch.zeros(3, c, device=DEVICE), projected[:, :c].float()])
+    s = torch.stack([f.silu((raw[t : t + 4] * taps.float()).sum(0)) for t in range(n)]).bfloat16().double()
+    q, k, v = s.split([hk * 128, hk * 128, hv * 128], 1)
+    q, k = (t.view(n, hk, 128).repeat_interleave(hv // hk, 1) for t in (q, k))
+    v = v.view(n, hv, 128)
+    q = q / torch.sqrt((q**2).sum(-1, keepdim=True) + 1e-6) / 128**0.5
+    k = k / torch.sqrt((k**2).sum(-1, keepdim=True) + 1e-6)
+    g = -torch.exp(a_log.double()) * f.softplus(ab[:, :hv].double() + dt_bias)
+    beta = torch.sigmoid(ab[:, hv:].double())
+    state = torch.zeros(hv, 128, 128, dtype=torch.double, device=DEVICE)
+    outs = []
+    for t in range(n):
+        state = state * torch.exp(g[t])[:, None, None]
+        e = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * e[:, None, :]
+        outs.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    o = torch.stack(outs)
+    z = projected[:, c:].double().view(n, hv, 128)
+    return o / torch.sqrt((o**2).mean(-1, keepdim=True) + 1e-6) * norm.double() * f.silu(z)
+
+
+# ---------------------------------------------------------------- a token's chain
+
+
+class Chain:
+    """All launches of one 35B-A3B decode step with the published weight formats, random values."""
+
+    def __init__(self, T):
+        self.T = T
+        self.layers = []
+        for i in range(40):
+            attention = i % 4 == 3
+            down = "Q6" if i in (34, 38, 39) else "Q5"
+            self.layers.append({
+                "attention": attention,
+                "in": random_matrix(9216 if attention else 12288, 2048, "W8"),
+                "ab": None if attention else (torch.randn(64, 2048, device=DEVICE) * 0.02).bfloat16(),
+                "out": random_matrix(2048, 4096, "W8"),
+                "router": (torch.randn(257, 2048, device=DEVICE) * 0.05).bfloat16(),
+                "shared_up": random_matrix(1024, 2048, "W8"), "shared_down": random_matrix(2048, 512, "W8"),
+                "up": random_matrix(262144, 2048, "Q4"), "down": random_matrix(524288, 512, down),
+                "norm": (torch.randn(2048, device=DEVICE) * 0.1).bfloat16(),
+                "taps": torch.randn(4, 8192, device=DEVICE).bfloat16(),
+                "a_log": torch.randn(32, device=DEVICE) * 0.3, "dt": torch.randn(32, device=DEVICE),
+                "gnorm": torch.ones(128, device=DEVICE).bfloat16(),
+                "state": None if attention else delta.DeltaState.empty(1, 16, 32, DEVICE),
+            })  # fmt: skip
+        self.head = random_matrix(248320, 2048, "Q6")
+        self.buffers()
+
+    def buffers(self):
+        """Working buffers of one step."""
+        T = self.T
+        self.x = [torch.randn(T, 2048, device=DEVICE) for _ in range(2)]
+        self.u = self.x[0].clone()
+        self.a = random_activation(T, 2048)
+        self.mid = random_activation(T, 4096)
+        self.proj = torch.zeros(T, 12288, dtype=torch.bfloat16, device=DEVICE)
+        self.attn = torch.zeros(T, 9216, dtype=torch.bfloat16, device=DEVICE)
+        self.ab = torch.zeros(T, 64, device=DEVICE)
+        self.logits = torch.zeros(T, 257, device=DEVICE)
+        self.shared = torch.zeros(T, 1024, device=DEVICE)
+        self.h = random_activation(T * 9, 512)
+        self.ids = torch.zeros(T, 8, dtype=torch.int32, device=DEVICE)
+        self.weights = torch.zeros(T, 8, device=DEVICE)
+        self.vocabulary = torch.empty(T, 248320, device=DEVICE)
+        self.slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        self.lengths = torch.full((1,), 7680, dtype=torch.int32, device=DEVICE)
+        self.commits = torch.full((1,), 1, dtype=torch.int32, device=DEVICE)
+
+    def step(self, parts="imorudh"):
+        """One step; `parts` leaves launches out to place the time."""
+        x, y = self.x
+        for w in self.layers:
+            if "i" in parts:
+                if w["attention"]:
+                    linear.project(w["in"], self.a, self.attn)
+                else:
+                    linear.project(w["in"], self.a, self.proj, u=self.u, side=w["ab"], side_out=self.ab)
+            if "m" in parts and not w["attention"]:
+                delta.gated_delta(
+                    self.proj, self.ab, w["taps"], w["a_log"], w["dt"], w["gnorm"], w["state"], self.slots,
+                    self.lengths, self.commits, self.mid,
+                )  # fmt: skip
+            if "o" in parts:
+                linear.project_residual(w["out"], self.mid, x, w["norm"], y, self.u, self.a, norm="head")
+            if "r" in parts:
+                moe.route_and_shared(w["shared_up"], w["router"], self.a, self.u, self.shared, self.logits)
+            if "u" in parts:
+                moe.expert_gate_up(w["up"], self.a, self.logits, self.shared, self.h, self.ids, self.weights)
+            if "d" in parts:
+                moe.expert_down(
+                    w["down"], w["shared_down"], self.h, self.ids, self.weights, self.logits, y, w["norm"], x, self.u,
+                    self.a,
+                )  # fmt: skip
+        if "h" in parts:
+            linear.project(self.head, self.a, self.vocabulary)
+
+    def bytes(self):
+        """Least bytes of one step with T rows of distinct experts (state read and written once)."""
+        total = self.head.nbytes
+        for w in self.layers:
+            total += w["in"].nbytes + w["out"].nbytes + w["shared_up"].nbytes + w["shared_down"].nbytes
+            total += w["router"].numel() * 2 + (w["up"].nbytes + w["down"].nbytes) / 256 * 8 * self.T
+            if w["state"] is not None:
+                total += 2 * w["state"].s.numel() * 4 + w["ab"].numel() * 2
+        return total
+
+
+def run_chain(bandwidth):
+    """Time of a step, whole and by part, at T = 1 and 4."""
+    found = []
+    for T in (1, 4):
+        chain = Chain(T)
+        entry = {"T": T, "us": graph_time(chain.step), "floor_us": chain.bytes() / bandwidth / 1e6}
+        entry["finite"] = bool(torch.isfinite(chain.vocabulary).all())
+        for part in "imorudh":
+            entry[part] = graph_time(lambda part=part, chain=chain: chain.step(part), 9)
+        found.append(entry)
+        del chain
+        torch.cuda.empty_cache()
+    return found
+
+
+def spills():
+    """Kernels that spill registers or use many, from the compiled objects of this process."""
+    found = []
+    for kernel in (linear.linear_kernel, linear.linear_residual_kernel, moe.expert_gate_up_kernel, moe.expert_down_kernel, delta.gated_delta_kernel):
+        for compiled in kernel.device_caches[0][0].values():
+            if getattr(compiled, "n_spills", 0):
+                found.append({"kernel": kernel.__name__, "registers": compiled.n_regs, "spills": compiled.n_spills, "shared": compiled.metadata.shared})
+    return found
+
+
+def main():
+    """Run the parts asked for and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=os.environ.get("OUT", "."))
+    parser.add_argument("--parts", default="check,sweep,chain")
+    parser.add_argument("--workers", type=int, default=14)
+    options = parser.parse_args()
+    out = Path(options.out)
+    parts = options.parts.split(",")
+    began = time.time()
+    result = {"card": torch.cuda.get_device_name(0), "torch": torch.__version__}
+
+    def save(key, value):
+        result[key] = value
+        (out / "ops.json").write_text(json.dumps(result, indent=1))
+        print(f"[{time.time() - began:.0f}s] {key}", flush=True)
+
+    bandwidth = read_bandwidth()
+    save("read_TBps", bandwidth)
+    print(f"read bandwidth {bandwidth:.2f} TB/s")
+    if "sweep" in parts:
+        jobs = [(i, tile, T) for i, role in enumerate(ROLES) for T in SWEEP_ROWS for tile in role.tiles]
+        jobs.sort(key=lambda j: (-j[2], j[0]))
+        save("compile_errors", precompile(jobs, options.workers))
+        print(result["compile_errors"][:3])
+    if "check" in parts:
+        for name, call in [("linear", check_linear), ("moe", lambda: [check_moe(T) for T in (1, 4, 8)]), ("delta", check_delta)]:
+            try:
+                save("check_" + name, call())
+            except Exception as error:
+                save("check_" + name, f"{type(error).__name__}: {str(error)[:600]}")
+            print(json.dumps(result["check_" + name]))
+    if "sweep" in parts:
+        save("sweep", sweep(bandwidth))
+        best = {}
+        for row in result["sweep"]:
+            if "us" in row:
+                key = (row["role"], row["T"])
+                best[key] = min(best.get(key, row), row, key=lambda r: r["us"])
+        for (name, T), row in best.items():
+            print(f"{name:20s} T={T} tile={row['tile']} {row['us']:7.2f} us, floor {row['floor_us']:7.2f}, {row['floor_us'] / row['us']:.0%}")
+    if "chain" in parts:
+        save("chain", run_chain(bandwidth))
+        for entry in result["chain"]:
+            print({k: round(v, 1) for k, v in entry.items()})
+    save("spills", spills())
+    print(result["spills"][:6])
+
+
+if __name__ == "__main__":
+    main()
