@@ -85,13 +85,15 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
 
                 traceback.print_exc()
             sys.stderr.write(f"error: {exits.text_of(error)}\n")
+            if isinstance(error, OSError):
+                _drop_stdout()
             raise typer.Exit(exits.code_of(error)) from None
 
     return inner
 
 
 def _drop_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush does not complain about the closed pipe."""
+    """Point stdout at nothing, so that the interpreter's last flush does not fail on a closed pipe or full disk."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
