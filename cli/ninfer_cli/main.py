@@ -95,7 +95,8 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
 def _drop_stdout() -> None:
     """Point stdout at nothing, so that the interpreter's last flush does not fail on a closed pipe or full disk."""
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        target = sys.stdout.fileno()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), target)
     except (OSError, ValueError):
         return
 
