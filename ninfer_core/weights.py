@@ -292,9 +292,9 @@ class _Builder:
     def gdn(self, prefix: str) -> GdnMixer:
         prefix += "gdn/"
         fused = prefix + "query_key_value_z"
-        names = (fused,) if fused in self.names else (prefix + "query_key", prefix + "value_z")
+        names = [fused] if fused in self.names else [prefix + "query_key", prefix + "value_z"]
         gates = prefix + "a_b_projection"
-        names += (gates,) if gates in self.names else (prefix + "a_projection", prefix + "b_projection")
+        names += [gates] if gates in self.names else [prefix + "a_projection", prefix + "b_projection"]
         proj = self.matrix(*names)
         config = self.config
         heads = config.linear_num_value_heads
@@ -413,8 +413,8 @@ def _hf_layer(get: Get, source: str, target: str, kind: str, config: ModelConfig
     if kind == "full_attention":
         attn = source + "self_attn."
         heads = get(attn + "q_proj.weight").unflatten(0, (config.num_attention_heads, 2, config.head_dim))
-        rows = (heads[:, 0].flatten(0, 1), get(attn + "k_proj.weight"))
-        rows += (heads[:, 1].flatten(0, 1), get(attn + "v_proj.weight"))
+        query, gate = (heads[:, half].flatten(0, 1) for half in (0, 1))
+        rows = (query, get(attn + "k_proj.weight"), gate, get(attn + "v_proj.weight"))
         objects["attention/query_key_gate_value"] = torch.cat(rows)
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm"), ("output", "o_proj")):
             objects[f"attention/{ours}"] = get(f"{attn}{theirs}.weight")

@@ -47,14 +47,17 @@ def _row_experts(u: Tensor, weights: MoeWeights, chosen: list[list[int]]) -> Ten
     """Outputs of the chosen experts `[T, A, E]`, one vector-matrix product per pair of row and expert."""
     gate_up, down = weights.gate_up, weights.down
     u = u.to(gate_up[0].dtype)
-    pairs = [(row, expert) for row, experts in zip(u.unbind(0), chosen, strict=True) for expert in experts]
+    # In the order of experts: rows that share one find its weights in the cache.
+    pairs = sorted((expert, place) for place, expert in enumerate(e for experts in chosen for e in experts))
+    active = len(chosen[0])
     hidden = u.new_empty(len(pairs), gate_up[0].shape[1])
-    for (row, expert), out in zip(pairs, hidden.unbind(0), strict=True):
-        torch.mv(gate_up[expert].t(), row, out=out)
-    inner = swiglu(hidden.float()).to(u.dtype)
+    rows, outs = u.unbind(0), hidden.unbind(0)
+    for expert, place in pairs:
+        torch.mv(gate_up[expert].t(), rows[place // active], out=outs[place])
     result = u.new_empty(len(pairs), down[0].shape[1])
-    for (_, expert), row, out in zip(pairs, inner.unbind(0), result.unbind(0), strict=True):
-        torch.mv(down[expert].t(), row, out=out)
+    rows, outs = swiglu(hidden.float()).to(u.dtype).unbind(0), result.unbind(0)
+    for expert, place in pairs:
+        torch.mv(down[expert].t(), rows[place], out=outs[place])
     return result.float().view(len(chosen), -1, result.shape[1])
 
 

@@ -67,12 +67,7 @@ class MTP:
         """
         batch, count = tokens.shape
         if batch == 1 and count > state.window:
-            start, delta = int(as_index(starts, self.device)[0]), int(as_index(rope_delta, self.device)[0])
-            positions = torch.arange(start + delta, start + delta + count, device=self.device)
-            call = ChunkCall(self.config, as_index(page_tables, self.device)[0], start, positions)
-            x = self._input(call.pad(tokens[0]), call.pad(hidden[0]), None, True)
-            x = self._layer.chunk(x, state.mtp_kv[0], call)[:count]
-            x = rms_norm(x, self.mtp.final_gain, self.config.rms_norm_eps).unsqueeze(0)
+            x = self._chunk(state, tokens[0], hidden[0], starts, page_tables, rope_delta)
             return x if only is None else x[:, as_index(only, self.device)]
         none = [0] * batch
         call = row_call(self.config, count, slots, starts, none, page_tables, rope_delta, self.device, only)
@@ -116,6 +111,17 @@ class MTP:
         if head is None:
             return draft_head(hidden, self.weights.head, None, self.weights.head.rows)
         return draft_head(hidden, head.weight, head.ids, head.weight.rows)
+
+    def _chunk(
+        self, state: State, tokens: Tensor, hidden: Tensor, starts: Indices, tables: Tensor, rope_delta: Indices
+    ) -> Tensor:
+        """Many rows of one sequence at once: results `[1, T, E]`."""
+        count = tokens.shape[0]
+        start, delta = int(as_index(starts, self.device)[0]), int(as_index(rope_delta, self.device)[0])
+        positions = torch.arange(start + delta, start + delta + count, device=self.device)
+        call = ChunkCall(self.config, as_index(tables, self.device)[0], start, positions)
+        x = self._layer.chunk(self._input(call.pad(tokens), call.pad(hidden), None, True), state.mtp_kv[0], call)
+        return rms_norm(x[:count], self.mtp.final_gain, self.config.rms_norm_eps).unsqueeze(0)
 
     def _input(self, tokens: Tensor, hidden: Tensor, media: tuple[Tensor, Tensor] | None, chunk: bool) -> Tensor:
         """The layer's residual input `[T, E]`: embedding half first, both halves normed."""
