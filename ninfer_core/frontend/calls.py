@@ -16,6 +16,7 @@ there. Everything is decided on the text alone, so the split into tokens cannot 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from .tools import STRING, ToolSet, dumps
@@ -32,6 +33,7 @@ _AFTER_VALUE = (PARAMETER, FUNCTION_END, CALL_END, CALL, FUNCTION)
 _INSIDE = (PARAMETER, FUNCTION_END)
 _AFTER_FUNCTION = (CALL_END, CALL, FUNCTION)
 _BLANKS = " \t\r\n"
+_BLANK_RUN = re.compile(f"[{_BLANKS}]*")
 
 MORE = -1
 """Position meaning: the text so far does not decide it."""
@@ -42,9 +44,8 @@ NO = -2
 
 def skip_blanks(text: str, at: int) -> int:
     """The first position from `at` that is not a blank."""
-    while at < len(text) and text[at] in _BLANKS:
-        at += 1
-    return at
+    found = _BLANK_RUN.match(text, at)
+    return found.end() if found else at
 
 
 def is_partial(text: str, at: int, tags: tuple[str, ...]) -> bool:
@@ -73,6 +74,15 @@ def header(text: str, at: int) -> tuple[int, str]:
         if at == len(text) or is_partial(text, at, (FUNCTION,)):
             return MORE, ""
     return _name(text, at, FUNCTION) if text.startswith(FUNCTION, at) else (NO, "")
+
+
+def surely(text: str, at: int, tools: ToolSet) -> tuple[int, str]:
+    """`header`, if it names one of `tools` and the inside of a call follows: for places where prose is as likely."""
+    end, name = header(text, at)
+    if end < 0:
+        return end, ""
+    inside = _followed(text, end, _INSIDE, eof=False) if name in tools else NO
+    return (inside, "") if inside < 0 else (end, name)
 
 
 def _followed(text: str, at: int, tags: tuple[str, ...], eof: bool) -> int:

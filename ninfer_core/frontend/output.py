@@ -25,7 +25,7 @@ from ..types import (
     ToolCallEnd,
     ToolCallStart,
 )
-from .calls import CALL, CALL_END, FUNCTION, MORE, OpenCall, header, is_partial, skip_blanks
+from .calls import CALL, CALL_END, FUNCTION, MORE, NO, OpenCall, header, is_partial, skip_blanks, surely
 from .tools import ToolSet
 
 THINK, THINK_END = "<think>", "</think>"
@@ -256,18 +256,16 @@ class OutputMachine:
             if self._reasoning:
                 return end, THINK
             if self._pristine and not text[:i].strip():
-                return (MORE, "") if end == len(text) else (end, THINK) if text[end] == "\n" else (-2, "")
-            return -2, ""
+                return (MORE, "") if end == len(text) else (end, THINK) if text[end] == "\n" else (NO, "")
+            return NO, ""
         if self._tools:
             if text.startswith(CALL, i):
-                end, name = header(text, i)
-                return (-2, "") if self._reasoning and end >= 0 and name not in self._tools else (end, name)
+                return surely(text, i, self._tools) if self._reasoning else header(text, i)
             if text.startswith(FUNCTION, i) and not self._reasoning:
-                end, name = header(text, i)
-                return (-2, "") if end >= 0 and name not in self._tools else (end, name)
+                return surely(text, i, self._tools)
             if is_partial(text, i, (CALL, FUNCTION)):
                 return MORE, ""
-        return (MORE, "") if is_partial(text, i, (THINK, THINK_END)) else (-2, "")
+        return (MORE, "") if is_partial(text, i, (THINK, THINK_END)) else (NO, "")
 
     def _enter(self, marker: str) -> None:
         """Switch channels at a marker."""

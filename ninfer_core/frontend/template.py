@@ -61,6 +61,8 @@ _METHODS = {
     tuple: _words("count index"),
 }
 
+_DICT_NAMES = frozenset(dir(dict))
+
 
 class _Budget:
     """What one rendering may still use."""
@@ -211,6 +213,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Counted().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_NAMES:  # most accesses of a chat template, without an exception
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return super().is_safe_attribute(obj, attr, value) and (not _is_method(value) or _is_known(value))

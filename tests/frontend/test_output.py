@@ -193,6 +193,11 @@ def test_unknown_function_without_wrapper_is_text():
     assert run("<function=nope>\n</function>", tools=TOOLS)[0] == [("text", "<function=nope>\n</function>")]
 
 
+def test_a_function_tag_in_prose_is_text():
+    for raw in ("Write <function=bash> to run it.", "It is <function=bash>", "<function=bash>\nruns it"):
+        assert run(raw, range(len(raw)), tools=TOOLS)[0] == [("text", raw)]
+
+
 def test_text_after_a_call_is_kept_and_the_call_too():
     parsed = parse_text(call("bash", command="ls") + "\nDone.", TOOLS)
     assert parsed.message.text == "Done."
@@ -202,7 +207,10 @@ def test_text_after_a_call_is_kept_and_the_call_too():
 
 
 def test_reasoning_may_speak_of_calls():
-    raw = "I write <tool_call> first, or <tool_call>\n<function=name>. Fine.\n</think>\n\nHi"
+    raw = (
+        "I write <tool_call> first, or <tool_call>\n<function=name>\n<parameter=x>, then <tool_call>\n<function=bash>. "
+    )
+    raw += "Fine.\n</think>\n\nHi"
     events, _ = run(raw, range(len(raw)), thinking=True, tools=TOOLS)
     assert events == [("reasoning", raw.split("\n</think>")[0]), ("text", "Hi")]
 
@@ -519,3 +527,23 @@ def test_a_token_costs_less_than_twenty_microseconds():
         best = min(best, (time.thread_time() - begin) / len(ids))
     print(f"{best * 1e6:.1f} µs per token")
     assert best < 60e-6  # 20 on an idle core; three times that is a fault even on a busy one
+
+
+def test_endless_blanks_stay_cheap():
+    """A model that loops on newlines, wherever it is, must not slow down with every one of them."""
+    heads = ["", "a", "<tool_call>", "<tool_call>\n<function=bash>"]
+    opened = "<tool_call>\n<function=bash>\n<parameter=command>"
+    heads += [opened, opened + "x</parameter>", opened + "x\n</parameter>\n</function>"]
+    heads += [opened + "x\n</parameter>\n</function>\n</tool_call>"]
+    for thinking in (True, False):
+        for head in heads:
+            pieces = Pieces()
+            first, newline, last = pieces.ids(head, "\n", "end")
+            machine = pieces.machine(thinking=thinking, tools=TOOLS, stops=("\n\nUser:",))
+            machine.feed((first,))
+            begin = time.thread_time()
+            for _ in range(4000):
+                machine.feed((newline,))
+            machine.feed((last,))
+            machine.finish("stop")
+            assert time.thread_time() - begin < 1.0, head

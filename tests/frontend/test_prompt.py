@@ -508,6 +508,23 @@ def test_tool_choice_none_reads_no_calls(frontend):
     assert frontend.render(request) == frontend.render(replace(request, tool_choice=ToolChoice("none")))
 
 
+def test_markup_in_the_prompt_does_not_change_the_reading_of_the_output(real):
+    example = "Call like this: <tool_call>\n<function=bash>\n</function>\n</tool_call> </think>"
+    request = talk(system(example), user("hi"), tools=TOOLS)
+    machine = real.machine(request, real.prepare(request))
+    events = [*machine.feed(real.tokenizer.encode("Plan.\n</think>\n\nHi")), *machine.finish("stop")]
+    assert merged(events) == [("reasoning", "Plan."), ("text", "Hi")]
+
+
+def test_many_tools_and_long_runs_of_one_character(real):
+    tools = tuple(
+        Tool(f"t{i}", "x" * 50, {"type": "object", "properties": {"p": {"type": "string"}}}) for i in range(512)
+    )
+    prompt = real.prepare(talk(user("a" * 50_000), tools=tools))
+    assert prompt.text.count('"name": "t') == 512
+    assert real.tokenizer.decode(prompt.token_ids) == prompt.text
+
+
 def test_an_exhausted_budget_closes_the_think_block(real):
     request = talk(user("q"), thinking_budget=4)
     machine = real.machine(request, real.prepare(request))
