@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .delta import delta_rule
+
 EPS = 1e-6
 
 
@@ -72,51 +74,6 @@ class Norm(nn.Module):
         return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS) * (1 + self.weight.float())
 
 
-class UnitLowerInverse(torch.autograd.Function):
-    """(I + A)^-1 of strictly lower A [.., C, C]; the backward pass is two products with the result."""
-
-    @staticmethod
-    def forward(ctx: Any, lower: Tensor) -> Tensor:
-        eye = torch.eye(lower.shape[-1], device=lower.device, dtype=lower.dtype)
-        inverse = torch.linalg.solve_triangular(lower + eye, eye.expand_as(lower), upper=False, unitriangular=True)
-        ctx.save_for_backward(inverse)
-        return inverse
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (inverse,) = ctx.saved_tensors
-        transposed = inverse.transpose(-1, -2)
-        return -(transposed @ grad @ transposed).tril(-1)
-
-
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> Tensor:
-    """Chunked gated delta rule, fp32. q, k [B,Hk,T,d] normalised (q scaled); v [B,Hv,T,d]; g, beta [B,Hv,T]; out as v."""
-    B, Hv, T, d = v.shape
-    N, r = T // chunk, Hv // k.shape[1]
-    q, k = (x.reshape(B, -1, 1, N, chunk, d) for x in (q, k))
-    v = v.reshape(B, -1, r, N, chunk, d)
-    G = g.reshape(B, -1, r, N, chunk).cumsum(-1)
-    beta = beta.reshape(B, -1, r, N, chunk, 1)
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).triu(1)
-    decay = (G[..., :, None] - G[..., None, :]).masked_fill(later, float("-inf")).exp()
-    lower = ((k @ k.transpose(-1, -2)) * decay * beta).tril(-1)
-    inverse = UnitLowerInverse.apply(lower)
-    start = G.exp().unsqueeze(-1)
-    U = inverse @ (v * beta)
-    W = inverse @ (k * (beta * start))
-    inner = (q @ k.transpose(-1, -2)) * decay
-    q_start = q * start
-    k_end = k * (G[..., -1:] - G).exp().unsqueeze(-1)
-    last = G[..., -1].exp()[..., None, None]
-    S = torch.zeros(B, Hv // r, r, d, d, device=v.device, dtype=v.dtype)
-    out = []
-    for n in range(N):
-        E = U[:, :, :, n] - W[:, :, :, n] @ S
-        out.append(q_start[:, :, :, n] @ S + inner[:, :, :, n] @ E)
-        S = S * last[:, :, :, n] + k_end[:, :, :, n].transpose(-1, -2) @ E
-    return torch.stack(out, 3).reshape(B, Hv, T, d)
-
-
 def unit(x: Tensor) -> Tensor:
     """x / sqrt(sum x^2 + eps) over the last axis."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
@@ -163,15 +120,15 @@ class GatedDeltaNet(nn.Module):
         q, k, v = F.silu(mixed.float()).split(self.sizes, -1)
 
         def heads(t: Tensor) -> Tensor:
-            return t.reshape(B, T, -1, c.linear).transpose(1, 2)
+            return t.reshape(B, T, -1, c.linear)
 
         first = F.pad(segment[:, 1:] != segment[:, :-1], (1, 0)).unsqueeze(-1)
         g = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
-        g = torch.where(first, torch.full_like(g, -60.0), g).transpose(1, 2)
-        beta = self.in_proj_b(x).float().sigmoid().transpose(1, 2)
+        g = torch.where(first, torch.full_like(g, -60.0), g)
+        beta = self.in_proj_b(x).float().sigmoid()
         with torch.autocast(x.device.type, enabled=False):
             o = delta_rule(unit(heads(q)) * c.linear**-0.5, unit(heads(k)), heads(v), g, beta, c.chunk)
-        o = self.norm(o.transpose(1, 2)) * F.silu(self.in_proj_z(x).reshape(B, T, -1, c.linear).float())
+        o = self.norm(o) * F.silu(self.in_proj_z(x).reshape(B, T, -1, c.linear).float())
         return self.out_proj(o.reshape(B, T, -1))
 
 

@@ -28,6 +28,7 @@ from .packing import Packer, Workers, load_tokens, natural_tokens, save_tokens
 
 TEMPLATE = Path(__file__).parents[1] / "chat_template.jinja"
 AHEAD = 4
+STARTED = time.time()
 
 
 def head_loss(hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,6 +36,46 @@ def head_loss(hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor) -> 
     logits = F.linear(hidden, weight).float()
     nats = F.cross_entropy(logits, target, reduction="none")
     return (nats * scale).sum(), logits.detach().argmax(-1) == target
+
+
+class Core(torch.nn.Module):
+    """Everything between the input embeddings and the loss: fixed shapes, so it can be captured as one CUDA graph."""
+
+    def __init__(self, model: Model, head: Any) -> None:
+        super().__init__()
+        self.layers, self.norm = model.language_model.layers, model.language_model.norm
+        self.lm_head, self.mtp = model.lm_head, model.mtp
+        self.plain = [model, head]
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, segment: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The loss, then what the log shows."""
+        model, head = self.plain
+        T = ids.shape[1] - AHEAD
+        hidden, balance, load = model.trunk(x[:, :T], segment[:, :T], positions[:, :T])
+        half = ids.shape[0] // 2
+
+        def part(h: Tensor, ahead: int, share: float) -> tuple[Tensor, Tensor]:
+            rows = h.shape[0]
+            target = ids[:rows, ahead : ahead + T]
+            same = segment[:rows, :T] == segment[:rows, ahead : ahead + T]
+            weight = weights[:rows, ahead : ahead + T] * same
+            # Answers and text first, prompt tokens at random.
+            chosen = (weight + 0.05 * torch.rand_like(weight)).flatten().topk(int(rows * T * share), sorted=False).indices
+            scale = weight.flatten()[chosen]
+            loss, right = head(h.reshape(-1, h.shape[-1])[chosen], model.lm_head.weight, target.flatten()[chosen], scale / scale.sum().clamp(min=1))
+            answers = scale > 0.99
+            return loss, (right & answers).sum() / answers.sum().clamp(min=1)
+
+        main, accuracy = part(hidden, 1, 0.5)
+        drafts, extra = model.drafts(hidden[:half], x[:half], segment[:half], positions[:half])
+        parts = [part(h, 2 + k, 0.4) for k, h in enumerate(drafts)]
+        mtp = torch.stack([p[0] for p in parts]).mean()
+        loss = main + 0.3 * mtp + 0.01 * (balance + 0.3 * extra)
+        shown = (main, mtp, accuracy, *(p[1] for p in parts), load.min(), load.max())
+        return (loss, *(value.detach() for value in shown))
+
+
+NAMES = ("main", "mtp", "answers", "draft1", "draft2", "draft3", "low", "high")
 
 
 class Trainer:
@@ -48,53 +89,72 @@ class Trainer:
         if args.resume:
             load_checkpoint(self.model, args.resume)
         self.optimiser = Optimiser(self.model)
-        self.head = head_loss
+        head = head_loss
         if args.compile:
             for layer in self.model.language_model.layers:
                 layer.compile(dynamic=False)
             self.model.mtp.compile(dynamic=False)
-            self.head = torch.compile(head_loss, dynamic=False)
+            head = torch.compile(head_loss, dynamic=False)
+        self.core: Any = Core(self.model, head)
 
-    def select(self, weights: Tensor, count: int) -> Tensor:
-        """Flat indices of the `count` targets that matter most: answers and text first, prompt tokens at random."""
-        return (weights + 0.05 * torch.rand_like(weights)).flatten().topk(count, sorted=False).indices
+    def autocast(self) -> Any:
+        """bf16 products on a GPU."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False)
 
-    def losses(self, data: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The training loss and its parts."""
-        model, ids = self.model, data["ids"]
-        T = ids.shape[1] - AHEAD
-        segment, positions = data["segments"], data["positions"]
-        x = scoring.embeddings(model, data)
-        hidden, balance, load = model.trunk(x[:, :T], segment[:, :T], positions[:, :T])
-        half = ids.shape[0] // 2
+    def capture(self) -> str:
+        """Replace the core by a CUDA graph of itself where that works and gives the same loss."""
+        packer = Packer(self.args.folder, TEMPLATE, 12345, self.args.rows, self.args.length + AHEAD, natural=0.2)
+        data = scoring.to_device(packer.batch(), self.device)
+        began = time.time()
+        with self.autocast():
+            inputs = (scoring.embeddings(self.model, data).detach().requires_grad_(), data["ids"], data["weights"], data["segments"], data["positions"])
+            plain = self.core(*inputs)
+            plain[0].backward()
+            before = [p.grad.clone() for p in self.core.parameters()]
+            self.model.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
+            text = f"compiled in {time.time() - began:.0f} s"
+            began, rounds = time.time(), 5
+            for _ in range(rounds):
+                self.core(*inputs)[0].backward()
+            torch.cuda.synchronize()
+            text += f", {(time.time() - began) / rounds * 1e3:.0f} ms a pass"
+            self.model.zero_grad(set_to_none=True)
+            spare = Core(self.model, self.core.plain[1])
+            try:
+                graphed = torch.cuda.make_graphed_callables(spare, inputs, allow_unused_input=True)
+                fresh = tuple(t.detach().clone() for t in inputs)
+                fresh[0].requires_grad_()
+                loss = graphed(*fresh)[0]
+                loss.backward()
+                apart = torch.stack([(p.grad - b).norm() for p, b in zip(spare.parameters(), before, strict=True)]).norm()
+                worst = float(apart / torch.stack([b.norm() for b in before]).norm())
+                self.model.zero_grad(set_to_none=True)
+                gap = abs(float(loss) - float(plain[0]))
+                torch.cuda.synchronize()
+                began = time.time()
+                for _ in range(rounds):
+                    graphed(*fresh)[0].backward()
+                torch.cuda.synchronize()
+                text += f", as a graph {(time.time() - began) / rounds * 1e3:.0f} ms, loss differs by {gap:.4f}, gradients by {worst:.3f}"
+                if gap < 0.1 and worst < 0.4:
+                    self.core = graphed
+                else:
+                    text += ": not used"
+            except Exception as error:
+                text += f", no graph: {type(error).__name__} {str(error)[:300]}"
+            self.model.zero_grad(set_to_none=True)
+        return text
 
-        def part(h: Tensor, ahead: int, share: float) -> tuple[Tensor, Tensor]:
-            rows = h.shape[0]
-            target = ids[:rows, ahead : ahead + T]
-            same = segment[:rows, :T] == segment[:rows, ahead : ahead + T]
-            weight = data["weights"][:rows, ahead : ahead + T] * same
-            chosen = self.select(weight, int(rows * T * share))
-            scale = weight.flatten()[chosen]
-            total = scale.sum().clamp(min=1)
-            loss, right = self.head(h.reshape(-1, h.shape[-1])[chosen], model.lm_head.weight, target.flatten()[chosen], scale / total)
-            answers = scale > 0.99
-            return loss, (right & answers).sum() / answers.sum().clamp(min=1)
-
-        main, accuracy = part(hidden, 1, 0.5)
-        drafts, extra = model.drafts(hidden[:half], x[:half], segment[:half], positions[:half])
-        parts = [part(h, 2 + k, 0.4) for k, h in enumerate(drafts)]
-        mtp = torch.stack([p[0] for p in parts]).mean()
-        loss = main + 0.3 * mtp + 0.01 * (balance + 0.3 * extra)
-        return loss, {"main": main, "mtp": mtp, "answers": accuracy, **{f"draft{k + 1}": p[1] for k, p in enumerate(parts)}, "low": load.min(), "high": load.max()}
-
-    def step(self, data: dict[str, Any], factor: float) -> dict[str, Tensor]:
+    def step(self, data: dict[str, Any], factor: float) -> tuple[Tensor, ...]:
         """Forward, backward, clip, update."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            loss, parts = self.losses(data)
+        with self.autocast():
+            x = scoring.embeddings(self.model, data)
+            loss, *shown = self.core(x, data["ids"], data["weights"], data["segments"], data["positions"])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         self.optimiser.step(factor)
-        return parts
+        return tuple(shown)
 
 
 def rate(done: float, step: int) -> float:
@@ -125,26 +185,26 @@ def run(args: argparse.Namespace) -> Trainer:
         log.write(text + "\n")
         log.flush()
 
-    ready, workers = loader(args, trainer.device)
     count = sum(p.numel() for p in trainer.model.parameters())
     say(f"parameters {count / 1e6:.2f} M, rows {args.rows} x {args.length}")
-    begun, first, saved, step, seen = time.time(), None, time.time(), 0, 0
+    begun = time.time()
+    if args.compile and trainer.device.type == "cuda":
+        say(trainer.capture())
+    ready, workers = loader(args, trainer.device)
+    first, saved, step, seen = 0.0, time.time(), 0, 0
     while True:
-        now = time.time()
-        used = now - (first or now)
-        if used >= args.seconds or (args.steps and step >= args.steps):
-            break
         data = ready.get(timeout=120)
-        parts = trainer.step(data, rate(used / args.seconds, step))
+        now = time.time()
+        first = first or now
+        budget = args.seconds if not args.until else args.until - (first - STARTED)
+        if now - first >= budget or (args.steps and step >= args.steps):
+            break
+        shown = trainer.step(data, rate((now - first) / budget, step))
         step += 1
-        if step == 3:
-            torch.cuda.synchronize() if trainer.device.type == "cuda" else None
-            first = time.time()
-            say(f"first three steps after {first - begun:.0f} s")
         seen += args.rows * args.length
         if step % args.every == 0:
-            values = {key: float(value.detach()) for key, value in parts.items()}
-            spent = time.time() - (first or begun)
+            values = dict(zip(NAMES, (float(value) for value in shown), strict=True))
+            spent = time.time() - first
             text = " ".join(f"{key} {value:.3f}" for key, value in values.items())
             say(f"{spent:5.0f} s step {step} {seen / 1e6:.1f} M tokens {seen / max(spent, 1e-9) / 1e6:.3f} M/s {text}")
             if values["main"] != values["main"]:
@@ -160,7 +220,8 @@ def run(args: argparse.Namespace) -> Trainer:
 
 def finish(args: argparse.Namespace, trainer: Trainer) -> None:
     """Score the bf16 weights on held-out words and write `scores.json`."""
-    model = trainer.model.eval()
+    # A fresh copy: neither compiled nor captured.
+    model = Model(Shape()).to(trainer.device).eval()
     load_checkpoint(model, args.out)
     tokenizer = Tokenizer.from_file(str(args.folder / "tok" / "tokenizer.json"))
     packer = Packer(args.folder, TEMPLATE, 99, args.rows, args.length + AHEAD, test=True, natural=0)
@@ -170,9 +231,11 @@ def finish(args: argparse.Namespace, trainer: Trainer) -> None:
         out: dict[str, Any] = {"answers": scoring.score(model, packer, counts, trainer.device)}
         text = scoring.table(out["answers"])
         out["bits_per_byte"], out["bytes"] = scoring.bits_per_byte(model, load_tokens(args.folder / "held.xz"), tokenizer, trainer.device, args.rows, args.length)
+        print(text, flush=True)
+        (args.out / "scores.json").write_text(json.dumps(out, indent=1), encoding="utf-8")
         if args.free:
             out["free"] = free_running(args, model, packer, trainer.device)
-    print(text, f"bits per byte {out['bits_per_byte']:.3f} over {out['bytes']} bytes", out.get("free"), f"{time.time() - began:.0f} s", sep="\n", flush=True)
+    print(f"bits per byte {out['bits_per_byte']:.3f} over {out['bytes']} bytes", out.get("free"), f"{time.time() - began:.0f} s", sep="\n", flush=True)
     (args.out / "scores.json").write_text(json.dumps(out, indent=1), encoding="utf-8")
     with (args.out / "train.log").open("a", encoding="utf-8") as log:
         log.write(text + f"\nbits per byte {out['bits_per_byte']:.4f}\nfree {out.get('free')}\n")
@@ -203,6 +266,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("--until", type=float, default=0, help="seconds after the start at which training ends, instead of --seconds")
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps (0: by time only)")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--length", type=int, default=1024)
@@ -215,7 +279,6 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--prepare", action="store_true", help="only tokenise the corpus into the folder")
-    parser.add_argument("--cache", type=Path, help="compiled kernels: read if there, written to OUT after the run")
     args = parser.parse_args()
     if args.prepare:
         train, held = natural_tokens(args.folder / "text", Tokenizer.from_file(str(args.folder / "tok" / "tokenizer.json")))
@@ -224,13 +287,7 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
-    if args.cache and args.cache.exists():
-        torch.compiler.load_cache_artifacts(args.cache.read_bytes())
     trainer = run(args)
-    if args.cache:
-        saved = torch.compiler.save_cache_artifacts()
-        if saved is not None:
-            (args.out / "kernels.bin").write_bytes(saved[0])
     finish(args, trainer)
 
 
