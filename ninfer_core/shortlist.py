@@ -89,13 +89,15 @@ def load_counts(source: Any, ids: int) -> torch.Tensor:
     Raises:
         ConvertError: not readable as counts, or negative.
     """
-    if isinstance(source, str | os.PathLike):
-        source = _read_counts(Path(source), ids)
     try:
+        if isinstance(source, str | os.PathLike):
+            source = _read_counts(Path(source), ids)
         values = torch.as_tensor(np.asarray(source))
         if values.is_floating_point() or values.dtype == torch.bool:
             raise ConvertError(f"token counts must be integers; found {values.dtype}")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, ConvertError):
+            raise
         raise ConvertError(f"token counts cannot be read: {error}") from None
     values = values[0] if values.dim() == 2 else values
     if values.dim() != 1 or not values.numel() or int(values.min()) < 0:

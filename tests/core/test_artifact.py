@@ -159,7 +159,7 @@ def test_foreign_files(tmp_path):
 
 # --- published inventories ---------------------------------------------------------------------------------------
 
-RESOURCE_BYTES = {f"frontend/{name}": 12_833_441 if i == 0 else 0 for i, name in enumerate(FRONTEND)}
+RESOURCE_BYTES = [f"frontend/{name}" for name in FRONTEND]
 CASES = {
     "27b": (QWEN36_27B, 0, 17_495_365_888, 176_128, (582, 96, 1, 183, 246, 3, 7), 28_452_647_664, 17_482_342_304),
     "35b-first": (
@@ -206,8 +206,7 @@ def test_published_layout(case):
     assert tuple(by_format[f] for f in order) == counts
     assert sum(torch.Size(shape).numel() for shape, _ in tensors.values()) == elements
     assert sum(quant.payload_bytes(fmt, shape) for shape, fmt in tensors.values()) == tensor_bytes
-    # six resources whose lengths have as many digits as real ones would
-    sizes = dict(zip(RESOURCE_BYTES, (12_807_982, 16_709, 7_764, 214, 390, 382), strict=True))
+    sizes = dict(zip(RESOURCE_BYTES, RESOURCE_SIZES, strict=True))
     assert sum(sizes.values()) == 12_833_441
     directory, _ = plan_directory(config.model_id, sizes, tensors)
     assert directory.payload_start == payload_start
@@ -217,6 +216,45 @@ def test_published_layout(case):
     assert {name: offsets[name] for name in OFFSETS} == {name: both[column] for name, both in OFFSETS.items()}
     if variant:
         assert (offsets["dflash/feature_projection"], offsets["dflash/final_norm"]) == (22_373_040_896, 22_783_090_432)
+
+
+RESOURCE_SIZES = (12_807_982, 16_709, 7_764, 214, 390, 382)  # as many digits as the real ones, and their sum
+
+
+def sparse_published(path: Path, model_id: str, tensors: dict, drop: str = "") -> Path:
+    """A file of the published size and directory whose payload is a hole, but for the draft head's ids."""
+    names = [n for n in FRONTEND if n != drop]
+    sizes = {f"frontend/{n}": size for n, size in zip(FRONTEND, RESOURCE_SIZES, strict=True) if n in names}
+    directory, prefix = plan_directory(model_id, sizes, {n: t for n, t in tensors.items() if n != drop})
+    ids = next(r for r in directory.records if r.name == "text/draft_head_token_ids")
+    with open(path, "wb") as out:
+        out.write(prefix)
+        out.truncate(directory.file_bytes)
+        out.seek(directory.payload_start + ids.offset)
+        out.write(torch.arange(131072, dtype=torch.int32).numpy().tobytes())
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_published_files_open(case, tmp_path):
+    config, variant, file_bytes, *_ = CASES[case]
+    tensors = published_inventories(config.model_id)[variant]
+    path = sparse_published(tmp_path / "x.ninfer", config.model_id, tensors)
+    assert path.stat().st_size == file_bytes
+    with Artifact.open(path) as artifact:
+        assert artifact.config is config and len(artifact.tensors) == len(tensors)
+        assert any(n.startswith("dflash/") for n in artifact.tensors) is bool(variant)
+        name = "text/layers/3/attention/query_norm"
+        assert artifact.tensor(name).shape == (256,) and len(artifact.resource("tokenizer.json")) == RESOURCE_SIZES[0]
+        assert artifact.tensor("text/draft_head_token_ids").dtype == torch.int32
+    path.unlink()
+    drops = ["tokenizer.json", "text/final_norm"] + ["dflash/layers/5/mlp/down"] * variant
+    for drop in drops:
+        sparse_published(path, config.model_id, tensors, drop)
+        with pytest.raises(errors.InventoryError, match=drop.replace(".", r"\.")) as caught:
+            Artifact.open(path)
+        assert "\n" not in str(caught.value)
+        path.unlink()
 
 
 GEOMETRY = [

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ninfer_core import quant
 from ninfer_core.errors import ContentError, ConvertError, GeometryError, UnknownIdentityError
@@ -216,3 +218,38 @@ def test_wrong_use():
     with pytest.raises(GeometryError, match="bytes"):
         quant.decode(torch.zeros(10, dtype=torch.uint8), quant.Q4, (1, 64))
     assert raw(quant.encode(torch.tensor([1.5, -0.0], dtype=torch.bfloat16), quant.FP32)).hex() == "0000c03f00000080"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    fmt=st.sampled_from([quant.Q4, quant.Q5, quant.Q6, quant.W8]),
+    n=st.integers(1, 9),
+    k=st.integers(1, 400),
+    seed=st.integers(0, 2**31),
+)
+def test_any_legal_payload_survives_packing(fmt, n, k, seed):
+    """Codes another encoder may write, the lowest one included, for any shape; decode is the exact product."""
+    g, f, p = torch.Generator().manual_seed(seed), quant.format_of(fmt), quant.planes(fmt, (n, k))
+    codes = torch.randint(f.qmin, f.qmax + 1, (n, p.k_pad), generator=g).to(torch.int8)
+    codes[:, k:] = 0
+    scales = torch.randint(1, 0x7C00, (n, p.groups), generator=g).to(torch.int16).view(torch.float16)
+    scales[:, quant.up(k, f.group) // f.group :] = 0
+    payload = quant.pack(codes, scales, fmt, k)
+    assert payload.numel() == quant.payload_bytes(fmt, (n, k))
+    back, back_scales = quant.unpack(payload, fmt, (n, k))
+    assert torch.equal(back, codes) and torch.equal(back_scales, scales)
+    quant.check(payload, fmt, (n, k))
+    exact = codes[:, :k].double() * scales.double().repeat_interleave(f.group, 1)[:, :k]
+    assert torch.equal(quant.decode(payload, fmt, (n, k)).double(), exact)
+    # the address of one element, computed from the written formulas
+    row, column = int(torch.randint(n, (1,), generator=g)), int(torch.randint(k, (1,), generator=g))
+    b, h, _ = p.spans(row, row + 1)
+    if f.bits == 8:
+        word = int(payload[b[0] + column])
+    else:
+        word = int(payload[b[0] + column // 2]) >> (4 * (column % 2)) & 15
+        if f.bits == 5:
+            word |= (int(payload[h[0] + column // 8]) >> (column % 8) & 1) << 4
+        if f.bits == 6:
+            word |= (int(payload[h[0] + column // 4]) >> (2 * (column % 4)) & 3) << 4
+    assert (word - 2**f.bits if word >= 2 ** (f.bits - 1) else word) == int(codes[row, column])
