@@ -67,17 +67,14 @@ def _too_large(limit: int) -> HttpError:
 
 async def _drain(request: Request) -> None:
     """Read and drop what a client still sends, within bounds, so that it sees the answer and not a reset."""
-
-    async def drop() -> None:
-        left = _DRAIN_BYTES
-        while left > 0:
-            message = await request.receive()
-            left -= len(message.get("body", b""))
-            if message["type"] != "http.request" or not message.get("more_body", False):
-                return
-
+    left = _DRAIN_BYTES
     try:
-        await asyncio.wait_for(drop(), _DRAIN_SECONDS)
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
     except TimeoutError:
         return
 

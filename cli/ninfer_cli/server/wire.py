@@ -126,8 +126,9 @@ class StreamResponse(Response):
         return "done"
 
     async def _send(self, send: Send, block: bytes) -> None:
-        message = {"type": "http.response.body", "body": block, "more_body": True}
-        await asyncio.wait_for(send(message), self.stall_timeout)
+        # Not wait_for: it can swallow a cancellation that arrives while the send completes.
+        async with asyncio.timeout(self.stall_timeout):
+            await send({"type": "http.response.body", "body": block, "more_body": True})
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -1,0 +1,296 @@
+"""Time: heartbeats, first bytes, disconnects, queues, deadlines, shutdown, and a crowd of rude clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from ninfer_core.errors import EngineBusyError
+from ninfer_core.testing import Delay, Refuse, Reply, Script, ScriptedEngine, Wait
+
+from .conftest import Running
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER, "stream": True},
+    "/v1/completions": {"prompt": "hi", "stream": True},
+    "/v1/responses": {"input": "hi", "stream": True},
+    "/v1/messages": {"messages": USER, "max_tokens": 99, "stream": True},
+    "/api/chat": {"messages": USER},
+    "/api/generate": {"prompt": "hi"},
+}
+
+
+def raw_request(server: Running, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection with a whole request sent and nothing read."""
+    data = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def wait_for(condition: Any, seconds: float = 3.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+@pytest.fixture(scope="module")
+def beating() -> Any:
+    from .conftest import running
+
+    with running(ScriptedEngine(""), heartbeat=0.05) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_first_bytes_before_the_prompt_is_read_and_heartbeats_after(beating: Running, path: str) -> None:
+    gate = threading.Event()
+    beating.engine._scripts = [Script([Wait(gate), "ok</think>\n\ndone"], burst=99)]
+    with beating.http.stream("POST", path, json=STREAMS[path]) as answer:
+        assert answer.status_code == 200
+        chunks = answer.iter_raw()
+        first = next(chunks)
+        assert first and not gate.is_set()
+        beats = [next(chunks) for _ in range(4)]
+        assert not gate.is_set()
+        gate.set()
+        rest = b"".join(chunks).decode()
+    text = b"".join([first, *beats]).decode()
+    if path == "/v1/messages":
+        assert text.startswith("event: message_start\n") and text.count("event: ping\n") >= 5
+    elif path.startswith("/api/"):
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert len(lines) >= 5 and not any(line["done"] for line in lines)
+        assert all(("message" in line) if path == "/api/chat" else ("response" in line) for line in lines)
+        assert "" not in (text + rest).split("\n")[:-1], "a blank line breaks the ollama client"
+    else:
+        assert text.count(": waiting\n") >= 4
+    assert "done" in rest
+    assert beating.idle()
+
+
+@pytest.mark.parametrize("how", ["fin", "rst", "half-close"])
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_client_that_leaves_cancels_its_request(serve: Any, path: str, how: str) -> None:
+    gate = threading.Event()
+    server = serve(Script(["x</think>some text", Wait(gate)]))
+    connection = raw_request(server, path, STREAMS[path])
+    assert wait_for(lambda: server.engine.handles)
+    assert connection.recv(100)
+    leave(connection, how)
+    assert wait_for(lambda: server.engine.cancelled), "still running 3 s after its client left"
+    assert server.idle()
+    connection.close()
+
+
+@pytest.mark.parametrize("how", ["fin", "rst"])
+@pytest.mark.parametrize("path", STREAMS)
+def test_the_same_without_streaming(serve: Any, path: str, how: str) -> None:
+    gate = threading.Event()
+    server = serve(Script(["x</think>some text", Wait(gate)]))
+    connection = raw_request(server, path, {**STREAMS[path], "stream": False})
+    assert wait_for(lambda: server.engine.handles)
+    began = time.monotonic()
+    leave(connection, how)
+    assert wait_for(lambda: server.engine.cancelled)
+    assert time.monotonic() - began < 1.0
+    assert server.idle()
+
+
+def leave(connection: socket.socket, how: str) -> None:
+    if how == "rst":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if how == "half-close":
+        connection.shutdown(socket.SHUT_WR)
+    else:
+        connection.close()
+
+
+def test_a_waiting_request_is_cancelled_too(serve: Any) -> None:
+    gate = threading.Event()
+    engine = ScriptedEngine(Script([Wait(gate)]), max_sequences=1)
+    server = serve(engine)
+    first = raw_request(server, "/v1/chat/completions", STREAMS["/v1/chat/completions"])
+    assert wait_for(lambda: engine.stats()["running"] == 1)
+    second = raw_request(server, "/v1/chat/completions", STREAMS["/v1/chat/completions"])
+    assert wait_for(lambda: engine.stats()["waiting"] == 1)
+    second.close()
+    assert wait_for(lambda: engine.stats()["waiting"] == 0)
+    first.close()
+    assert server.idle()
+
+
+def test_the_queue_is_bounded_and_fair(serve: Any) -> None:
+    gate = threading.Event()
+    engine = ScriptedEngine(Script(lambda r: [Wait(gate), "ok</think>", r.messages[-1].text]), max_sequences=1)
+    server = serve(engine, slots=1, max_queue=4, api_keys=("one", "two"))
+    connections = []
+
+    def send(key: str, text: str) -> None:
+        body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": True}).encode()
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nHost: 127.0.0.1\r\n"
+        head = head.replace("Host: x\r\n", "") + f"Content-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        connections.append(connection)
+        assert wait_for(lambda: len(engine.requests) == len(connections))
+
+    for text in ("a1", "a2", "a3", "a4"):
+        send("one", text)
+    send("two", "b1")
+    waiting = [entry[0].request.messages[-1].text for entry in engine._waiting]
+    assert waiting == ["b1", "a2", "a3", "a4"], (
+        "another client's first request passes a backlog, order stays within one"
+    )
+    full = server.post("/v1/chat/completions", {"messages": USER}, headers={"x-api-key": "one"})
+    assert full.status_code == 503 and full.headers["retry-after"] == "1"
+    assert full.json()["error"]["type"] == "service_unavailable"
+    other = server.post("/v1/messages", {"messages": USER, "max_tokens": 9}, headers={"x-api-key": "one"})
+    assert other.status_code == 529 and other.json()["error"]["type"] == "overloaded_error"
+    assert int(other.headers["retry-after"]) >= 1
+    third = server.post("/api/chat", {"messages": USER}, headers={"authorization": "Bearer two"})
+    assert third.status_code == 503 and "server busy, please try again" in third.json()["error"]
+    gate.set()
+    for connection in connections:
+        with contextlib.suppress(TimeoutError):
+            while b"[DONE]" not in (connection.recv(65536) or b"[DONE]"):
+                pass
+        connection.close()
+    assert server.idle()
+
+
+def test_states_of_the_engine(serve: Any) -> None:
+    engine = ScriptedEngine("Hello!")
+    server = serve(engine)
+    for state, status in (("ready", 200), ("loading", 503), ("failed", 503)):
+        engine.state = state
+        assert server.http.get("/health").status_code == status
+        assert server.http.get("/ready").status_code == status
+        answer = server.post("/v1/chat/completions", {"messages": USER})
+        assert answer.status_code == {"ready": 200, "loading": 503, "failed": 500}[state]
+        assert ("retry-after" in answer.headers) == (state == "loading")
+    engine.state = "ready"
+    assert server.http.get("/ping").text == "pong" and server.http.head("/").status_code == 200
+    engine.close()
+    answer = server.post("/v1/chat/completions", {"messages": USER})
+    assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
+
+
+def test_a_deadline_is_an_error_never_a_success(serve: Any) -> None:
+    server = serve(Script([Delay(30)]), request_timeout=0.2)
+    answer = server.post("/v1/chat/completions", {"messages": USER})
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "timeout"
+    lines = server.lines("/v1/chat/completions", STREAMS["/v1/chat/completions"])
+    assert "timeout" in lines[-1] and "[DONE]" not in "".join(lines)
+    lines = server.lines("/v1/messages", STREAMS["/v1/messages"])
+    assert lines[-2] == "event: error"
+
+
+def test_stopping_ends_streams_with_an_error_event(serve: Any) -> None:
+    gate = threading.Event()
+    server = serve(Script(["x</think>text", Wait(gate)]))
+    with server.http.stream("POST", "/v1/chat/completions", json=STREAMS["/v1/chat/completions"]) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert wait_for(lambda: server.state.active)
+        server.state.stop_generations()
+        rest = [line for line in lines if line]
+    server.state.stopping = False
+    assert json.loads(rest[-1][6:])["error"]["code"] == "cancelled"
+    assert server.idle()
+
+
+def test_a_client_that_does_not_read_is_given_up(serve: Any) -> None:
+    engine = ScriptedEngine(Script(["x</think>" + "word " * 4000], burst=50, rate=None), Script("x"))
+    server = serve(engine, stall_timeout=0.3)
+    body = {**STREAMS["/v1/chat/completions"], "logprobs": True, "top_logprobs": 20}
+    connection = raw_request(server, "/v1/chat/completions", body)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    assert wait_for(lambda: server.engine.handles)
+    assert server.idle()
+    connection.close()
+
+
+def test_a_busy_engine_after_validation_is_told_by_status(serve: Any) -> None:
+    server = serve(Script(Refuse(EngineBusyError("full", retry_after=7))))
+    for path, status in (("/v1/chat/completions", 503), ("/v1/messages", 529), ("/api/chat", 503)):
+        answer = server.post(path, STREAMS[path])
+        assert answer.status_code == status and answer.headers["retry-after"] == "7"
+
+
+def test_validation_keeps_the_event_loop_free(serve: Any) -> None:
+    server = serve(ScriptedEngine("Hello!", context_length=1 << 22))
+    big = {"messages": [{"role": "user", "content": "words " * 150_000}], "max_tokens": 1}
+    worker = threading.Thread(target=lambda: server.post("/v1/chat/completions", big))
+    worker.start()
+    lags = []
+    while worker.is_alive():
+        began = time.monotonic()
+        assert server.http.get("/ping").status_code == 200
+        lags.append(time.monotonic() - began)
+    worker.join()
+    assert sorted(lags)[len(lags) // 2] < 0.25
+
+
+async def _rude(client: httpx.AsyncClient, number: int, until: float, seen: dict[str, int]) -> None:
+    """One client of the crowd: it reads a random part of its answer, or nothing, or sends rubbish."""
+    chance = random.Random(number)
+    while time.monotonic() < until:
+        path = chance.choice(list(STREAMS))
+        mood = chance.random()
+        try:
+            if mood < 0.15:
+                answer = await client.post(path, content=b'{"messages": [' * chance.randrange(1, 9))
+                assert answer.status_code == 400
+            elif mood < 0.3:
+                body = {**STREAMS[path], "stream": False}
+                with contextlib.suppress(httpx.TimeoutException):
+                    await client.post(path, json=body, timeout=chance.uniform(0.005, 0.2))
+            else:
+                async with client.stream("POST", path, json=STREAMS[path]) as answer:
+                    if answer.status_code != 200:
+                        assert answer.status_code in (503, 529), answer.status_code
+                        await asyncio.sleep(0.02)
+                        continue
+                    left = chance.randrange(1, 40)
+                    async for _ in answer.aiter_bytes():
+                        left -= 1
+                        if left < 0:
+                            break
+            seen["done"] = seen.get("done", 0) + 1
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            seen["broken"] = seen.get("broken", 0) + 1
+
+
+def test_a_crowd_of_rude_clients_leaves_nothing_behind(serve: Any) -> None:
+    engine = ScriptedEngine(Script(Reply("word " * 40, reasoning="hm " * 10), burst=4, rate=400), max_sequences=8)
+    server = serve(engine, slots=8, max_queue=40, heartbeat=0.05)
+    seen: dict[str, int] = {}
+
+    async def crowd() -> None:
+        limits = httpx.Limits(max_connections=128)
+        async with httpx.AsyncClient(base_url=server.url, timeout=20, limits=limits) as client:
+            until = time.monotonic() + 6
+            await asyncio.gather(*(_rude(client, i, until, seen) for i in range(64)))
+
+    asyncio.run(crowd())
+    assert seen["done"] > 50 and seen.get("broken", 0) == 0, seen
+    assert server.idle()
+    assert not server.state.active and engine.stats()["running"] == engine.stats()["waiting"] == 0
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scripted-")]
+    assert server.post("/v1/chat/completions", {"messages": USER}).status_code == 200
