@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -543,3 +545,8 @@ def test_missing_or_unfit_files_are_refused():
         Frontend({k: v for k, v in files.items() if k != "chat_template.jinja"}, scripted_config(64))
     with pytest.raises(ContentError, match="270 ids, the model's matrices 100 rows"):
         Frontend(files, replace(scripted_config(64), vocab_size=100))
+
+
+def test_the_frontend_never_imports_torch():
+    code = "import sys, ninfer_core.frontend.prompt; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
