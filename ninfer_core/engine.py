@@ -202,6 +202,7 @@ class Engine(ModelCard):
             prefill_chunk=options.prefill_chunk,
             decorate=partial(_decorate, self.frontend.tokenizer),
             device=loaded.device,
+            adaptive=options.adaptive_drafts,
         )
         self._pid = os.getpid()
         self._closing = threading.Lock()

@@ -21,6 +21,7 @@ class EngineOptions:
     context_length: tokens of prompt plus answer per request; "auto" is the model's own, or what fits in memory.
     max_sequences: requests that run at once; each has its full context reserved. max_queue: requests that may wait.
     draft_tokens: tokens drafted per round (0 to 5). It changes speed, never the output.
+    adaptive_drafts: a sequence for which drafting does not pay goes on without it, and tries again later.
     kv_cache: element type of the KV cache. prefill_chunk: prompt tokens per step, a multiple of 64.
     threads: CPU threads of the model's arithmetic; "auto" is what was measured best.
     memory: bytes the engine may use for caches and state; "auto" is most of what is free at load time.
@@ -33,6 +34,7 @@ class EngineOptions:
     max_sequences: int = 4
     max_queue: int = 64
     draft_tokens: int = 3
+    adaptive_drafts: bool = True
     kv_cache: Literal["int8", "bf16", "fp32"] = "int8"
     prefill_chunk: int = 256
     threads: int | Literal["auto"] = "auto"

@@ -8,6 +8,7 @@ and emitted: the anchor, and forced tokens after it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from ..model.mtp import MTP
 from ..state import State
 from ..types import TokenLogprob
 from .options import PAGE
+from .pace import Pace, Pacer
 from .pool import Pool
 from .rounds import Rounds, Window
 from .sampler import RawLogprob, Sampler
@@ -44,6 +46,8 @@ class Running:
     commit: int = 0
     drafts: list[int] = field(default_factory=list)
     carry: Tensor | None = None
+    behind: list[Tensor] = field(default_factory=list)
+    pace: Pace = field(default_factory=Pace)
     alone: bool = False
 
     @property
@@ -91,6 +95,7 @@ class Runner:
         prefill_chunk: int,
         decorate: Callable[[Sequence[RawLogprob]], list[TokenLogprob]],
         device: torch.device | str = "cpu",
+        adaptive: bool = True,
     ) -> None:
         if prefill_chunk % PAGE or prefill_chunk < PAGE:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be a multiple of {PAGE}")
@@ -105,6 +110,7 @@ class Runner:
         self.pages = Pool(pages, "page")
         self.slots = Pool(slots, "slot")
         self.proposal: Proposal | None = None
+        self._pacer = Pacer(self.draft_tokens, enabled=adaptive)
 
     # opening and closing
 
@@ -167,7 +173,7 @@ class Runner:
         """Forget the device state and read all known tokens again: the way out when a shared call failed."""
         self._state.clear_slot(sequence.slot)
         sequence.length = sequence.commit = 0
-        sequence.drafts, sequence.carry = [], None
+        sequence.drafts, sequence.carry, sequence.behind = [], None, []
         sequence.target = max(sequence.prompt_tokens, len(sequence.tokens) - 1)
         sequence.alone = True
 
@@ -213,10 +219,12 @@ class Runner:
     # decoding
 
     def rows_for(self, sequence: Running) -> int:
-        """Rows of this sequence's next window: 1 without drafts, with a budget of one, or at the end of its pages."""
-        rows = 1 + self.draft_tokens
-        full = sequence.length + rows > len(sequence.pages) * PAGE
-        return 1 if full or sequence.session.room <= 1 else rows
+        """Rows of this sequence's next window: 1 while drafts do not pay, with a budget of one, or at the last page."""
+        return 1 + self.draft_tokens if sequence.pace.drafting and self._may_draft(sequence) else 1
+
+    def _may_draft(self, sequence: Running) -> bool:
+        end = sequence.length + 1 + self.draft_tokens
+        return self._has_mtp and end <= len(sequence.pages) * PAGE and sequence.session.room > 1
 
     def round(self, sequences: Sequence[Running]) -> dict[Running, Exception]:
         """One round of all the given sequences, which need equal `rows_for`. Returns the faults of single ones.
@@ -224,8 +232,10 @@ class Runner:
         Raises whatever the shared model calls raise: then no cursor has moved, but the device state is undefined and
         the sequences must be restarted or closed.
         """
+        began = time.perf_counter()
         rows = self.rows_for(sequences[0])
         windows = [s.window(rows) for s in sequences]
+        before = [s.emitted for s in sequences]
         hidden, logits = self._rounds.verify(windows)
         faults: dict[Running, Exception] = {}
         for i, sequence in enumerate(sequences):
@@ -233,11 +243,26 @@ class Runner:
                 self._advance(sequence, windows[i], logits[i])
             except Exception as error:
                 faults[sequence] = error
+        live = [i for i, s in enumerate(sequences) if s not in faults and not s.session.ended]
         if rows > 1:
-            live = [i for i, s in enumerate(sequences) if s not in faults and not s.session.ended and s.commit]
-            if live:
-                self._redraft([sequences[i] for i in live], [windows[i] for i in live], hidden[live])
+            moved = [i for i in live if sequences[i].commit]
+            if moved:
+                self._redraft([sequences[i] for i in moved], [windows[i] for i in moved], hidden[moved])
+        self._pacer.measured(rows > 1, len(sequences), time.perf_counter() - began)
+        for i in live:
+            self._follow(sequences[i], hidden[i], rows, sequences[i].emitted - before[i], len(sequences))
         return faults
+
+    def _follow(self, sequence: Running, hidden: Tensor, rows: int, tokens: int, group: int) -> None:
+        """Keep what the draft layer has not seen of a step without drafts; let it catch up when drafting resumes."""
+        if not self._may_draft(sequence):
+            return
+        if rows == 1:
+            sequence.behind.append(hidden[: sequence.commit].clone())
+        if self._pacer.update(sequence.pace, tokens, group):
+            rows_behind = torch.cat(sequence.behind)
+            sequence.behind = []
+            self._prefill_drafts(sequence, rows_behind, sequence.length - rows_behind.shape[0], sequence.length)
 
     def _advance(self, sequence: Running, window: Window, logits: Tensor) -> None:
         """Sample behind the known tokens of the window, deliver, and move the cursor to what was kept."""

@@ -71,7 +71,7 @@ def assert_free(engine):
 
 @pytest.fixture(scope="module")
 def shared():
-    with tiny_engine(draft_tokens=2, max_sequences=4, max_queue=8) as engine:
+    with tiny_engine(draft_tokens=2, max_sequences=4, max_queue=8, adaptive_drafts=True) as engine:
         yield engine
 
 

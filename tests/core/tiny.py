@@ -68,5 +68,5 @@ def tiny_artifact(moe: bool = True, seed: int = 0, context: int = 1024) -> Path:
 
 
 def tiny_engine(moe: bool = True, seed: int = 0, context: int = 1024, **options) -> Engine:
-    options = {"device": "cpu", "threads": 1, "prefill_chunk": 64, **options}
+    options = {"device": "cpu", "threads": 1, "prefill_chunk": 64, "adaptive_drafts": False, **options}
     return Engine.load(str(tiny_artifact(moe, seed, context)), **options)
