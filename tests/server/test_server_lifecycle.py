@@ -223,6 +223,7 @@ def test_a_client_that_does_not_read_is_given_up(serve: Any) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     assert wait_for(lambda: server.engine.handles)
     assert server.idle()
+    assert 'outcome="stalled"' in server.http.get("/metrics").text
     connection.close()
 
 
