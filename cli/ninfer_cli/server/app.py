@@ -31,7 +31,7 @@ from .metrics import Metrics
 from .models import ModelCard
 from .openai_responses import ResponseStore
 from .requestlog import RequestLog
-from .security import ApiKeys, HostGuard, Origins, presented_key
+from .security import ApiKeys, HostGuard, Origins, presented_key, tag_answer
 from .settings import ServerSettings
 from .wire import JsonResponse
 
@@ -138,6 +138,7 @@ class RequestContext:
                 headers = MutableHeaders(raw=message["headers"])
                 headers["x-request-id"] = record.request_id
                 headers["request-id"] = record.request_id
+                tag_answer(headers, scope["state"].get("origin"))
             await send(message)
 
         try:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import HttpError
 from .settings import ServerSettings
@@ -73,7 +73,7 @@ class Origins:
         self.extra = frozenset(origin.rstrip("/").lower() for origin in settings.origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer preflights, add the headers to answers, refuse foreign origins."""
+        """Answer preflights, mark answers for their origin, refuse foreign origins."""
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         origin = headers.get("origin")
         if origin is None:
@@ -88,15 +88,9 @@ class Origins:
             await self._preflight(origin, headers, send)
             return
 
-        async def tagged(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                answer = MutableHeaders(raw=message["headers"])
-                answer["Access-Control-Allow-Origin"] = origin
-                answer["Access-Control-Expose-Headers"] = _EXPOSED_HEADERS
-                answer.add_vary_header("Origin")
-            await send(message)
-
-        await self.app(scope, receive, tagged)
+        # Written into every answer of this request by `tag_answer`, also into errors that are made further out.
+        scope.setdefault("state", {})["origin"] = origin
+        await self.app(scope, receive, send)
 
     def allowed(self, origin: str, host: str) -> bool:
         """Local pages, local app shells, what the operator added, and the server's own pages."""
@@ -127,6 +121,14 @@ class Origins:
             answer["Access-Control-Allow-Private-Network"] = "true"
         await send({"type": "http.response.start", "status": 204, "headers": answer.raw})
         await send({"type": "http.response.body", "body": b""})
+
+
+def tag_answer(headers: MutableHeaders, origin: str | None) -> None:
+    """Let a page of an allowed origin read an answer."""
+    if origin is not None:
+        headers["Access-Control-Allow-Origin"] = origin
+        headers["Access-Control-Expose-Headers"] = _EXPOSED_HEADERS
+        headers.add_vary_header("Origin")
 
 
 class ApiKeys:
