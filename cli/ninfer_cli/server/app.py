@@ -7,7 +7,7 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,28 @@ def build_app(engine: Any, settings: ServerSettings | None = None, *, artifact: 
         app.include_router(module.router(server))
     for kind in (NinferError, HttpError, HTTPException, ClientGoneError):
         app.add_exception_handler(kind, _handle)
+    app.openapi = _description(app)  # type: ignore[method-assign]
     # The last one added is the outermost.
     for middleware in (ApiKeys, Origins, HostGuard):
         app.add_middleware(middleware, settings=settings)  # type: ignore[arg-type]
     app.add_middleware(RequestContext, server=server)  # type: ignore[arg-type]
     return app
+
+
+def _description(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """OpenAPI without the framework's own 422 answers, which this server never gives."""
+    original = app.openapi
+
+    def describe() -> dict[str, Any]:
+        document = original()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document.get("components", {}).get("schemas", {}).pop(name, None)
+        return document
+
+    return describe
 
 
 async def _handle(request: Request, error: Exception) -> Response:

@@ -149,18 +149,20 @@ def _managing_routes(routes: APIRouter, server: Server) -> None:
 
     @routes.delete("/api/delete", **documented(OllamaNameRequest))
     async def delete(http: HttpRequest) -> Response:
-        """Models are removed with the command line, which can ask back."""
+        """A copy's name is forgotten; files are removed with the command line, which can ask back."""
         body = await read_request(http, OllamaNameRequest, limit)
-        name = body.model or body.name or ""
+        name = (body.model or body.name or "").strip()
         if not name:
             raise InvalidRequestError("model is missing", param="model")
-        try:
-            _known(server, body)
-        except ModelNotFoundError:
-            if await asyncio.to_thread(_on_disk, server, name) is None:
-                raise
+        if name in server.aliases:
+            del server.aliases[name]
+            return Response(status_code=200)
+        loaded = normal_name(name) in {normal_name(item) for item in server.names}
+        if not loaded and await asyncio.to_thread(_on_disk, server, name) is None:
+            raise ModelNotFoundError(f"model {name[:80]!r} not found", param="model")
+        state = "is loaded here" if loaded else "is a model on disk"
         raise HttpError(
-            400, f"not supported over HTTP: stop the server and run 'ninfer rm {name[:80]}'",
+            400, f"{name[:80]!r} {state}; models are not removed over HTTP: run 'ninfer rm' on that machine",
             code="unsupported_endpoint", param="model",
         )  # fmt: skip
 
