@@ -76,7 +76,7 @@ def scripted_resources() -> dict[str, bytes]:
         for i, text in enumerate((*_SPECIAL, *_MARKERS))
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

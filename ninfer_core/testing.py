@@ -222,6 +222,18 @@ class ScriptedEngine(EngineInterface):
         self._state = value
 
     @property
+    def tokenizer(self) -> ScriptedTokenizer:
+        """The scripted model's tokenizer."""
+        return self._tokenizer
+
+    def render(self, messages: Prompt, tools: Sequence[Tool] | None = None, *, thinking: bool | None = None) -> str:
+        """The prompt text."""
+        made = messages if isinstance(messages, Request) else None
+        request = made or make_request(messages, tools=tuple(tools or ()), thinking=thinking)
+        self._check(request)
+        return self.frontend.render(request)
+
+    @property
     def cancelled(self) -> list[RequestHandle]:
         """Handles that were cancelled, in order of submission."""
         return [handle for handle in self.handles if handle.cancelled]
@@ -341,7 +353,7 @@ class ScriptedEngine(EngineInterface):
             if isinstance(steps, (str, Reply)):
                 reply = Reply(steps) if isinstance(steps, str) else steps
                 steps = [reply.raw(session.prompt.thinking)]
-            elif isinstance(steps, Fault):
+            elif isinstance(steps, (Fault, Refuse)):
                 steps = [steps]
             for step in steps:
                 self._step(session, script, step)

@@ -159,7 +159,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its natural-log probability after all processing, its raw bytes, and the top alternatives."""
+    """A token, its natural-log probability, its raw bytes, and the top alternatives.
+
+    The probability is the model's own: before logit bias, penalties, temperature and cuts. Forced tokens have 0.0.
+    """
 
     token_id: int
     token: str

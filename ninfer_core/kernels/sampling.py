@@ -25,15 +25,29 @@ _WIDTHS = (256, 4096)
 class Law(Protocol):
     """The sampling parameters of a request. `top_k` 0 is off; `logit_bias` pairs are (id, addend)."""
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    seed: int
+    @property
+    def temperature(self) -> float: ...  # noqa: D102
+
+    @property
+    def top_p(self) -> float: ...  # noqa: D102
+
+    @property
+    def top_k(self) -> int: ...  # noqa: D102
+
+    @property
+    def min_p(self) -> float: ...  # noqa: D102
+
+    @property
+    def presence_penalty(self) -> float: ...  # noqa: D102
+
+    @property
+    def frequency_penalty(self) -> float: ...  # noqa: D102
+
+    @property
+    def repetition_penalty(self) -> float: ...  # noqa: D102
+
+    @property
+    def logit_bias(self) -> tuple[tuple[int, float], ...]: ...  # noqa: D102
 
 
 def uniform(seed: int, index: int) -> float:
@@ -106,7 +120,12 @@ def pick_ref(z: Tensor, law: Law, u: float) -> int:
     """
     if law.temperature < MIN_TEMPERATURE:
         return int(z.argmax())
-    values = (z / law.temperature).numpy()
+    return _draw_sorted(z / law.temperature, law, u)
+
+
+def _draw_sorted(z: Tensor, law: Law, u: float) -> int:
+    """The draw from a row that is already divided by the temperature."""
+    values = z.numpy()
     ids = np.arange(values.size)
     order = np.lexsort((ids, -values))
     weights = np.exp(values[order].astype(np.float64) - float(values[order[0]]))
@@ -127,7 +146,7 @@ def pick(z: Tensor, law: Law, u: float) -> int:
     if law.top_k:
         values, ids, complete = _leaders(z, min(law.top_k, z.numel()))
         if not complete:
-            return pick_ref(z, _Plain(law), u)
+            return _draw_sorted(z, law, u)
         weights = np.exp(values.astype(np.float64) - float(values[0]))
         weights = weights[: int((weights >= law.min_p).sum())]
         sums = np.cumsum(weights)
@@ -135,18 +154,6 @@ def pick(z: Tensor, law: Law, u: float) -> int:
         place = int(np.searchsorted(sums[:kept], u * sums[kept - 1], side="right"))
         return int(ids[min(place, kept - 1)])
     return _pick_unbounded(z, law, u)
-
-
-class _Plain:
-    """A law with its temperature already applied."""
-
-    def __init__(self, law: Law) -> None:
-        self.temperature = 1.0
-        self.top_p, self.top_k, self.min_p = law.top_p, law.top_k, law.min_p
-        self.presence_penalty = self.frequency_penalty = 0.0
-        self.repetition_penalty = 1.0
-        self.logit_bias: tuple[tuple[int, float], ...] = ()
-        self.seed = law.seed
 
 
 def _leaders(z: Tensor, k: int) -> tuple[np.ndarray, np.ndarray, bool]:

@@ -9,7 +9,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 from ..errors import InvalidRequestError
 from ..types import (
@@ -116,10 +116,10 @@ def make_request(messages: Prompt | None = None, **options: Unpack[RequestOption
         turns = ()
     elif isinstance(messages, str):
         turns = (Message("user", messages),)
-    elif isinstance(messages, (Message, Mapping)):
+    elif isinstance(messages, Message | Mapping):
         turns = (as_message(messages),)
     elif isinstance(messages, Sequence):
-        turns = tuple(as_message(message) for message in messages)
+        turns = tuple(as_message(message) for message in cast("Sequence[Message | Mapping[str, Any]]", messages))
     else:
         raise InvalidRequestError(
             f"messages must be a text, a Message or a sequence of them, not {type(messages).__name__}", param="messages"

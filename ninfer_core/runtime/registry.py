@@ -125,6 +125,20 @@ class NamedEngine(EngineInterface):
         """Tokens of the rendered prompt; needs the tokenizer and the template only."""
         return self._description().count_tokens(messages, tools, thinking=thinking)
 
+    @property
+    def frontend(self) -> Any:
+        """Tokenizer and template of the model; known without weights."""
+        return self._description().frontend  # type: ignore[attr-defined]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.frontend.tokenizer
+
+    def render(self, messages: Prompt, tools: Sequence[Tool] | None = None, *, thinking: bool | None = None) -> str:
+        """The prompt text; needs the template only."""
+        return self._description().render(messages, tools, thinking=thinking)  # type: ignore[attr-defined]
+
     def health(self) -> dict[str, Any]:
         """The loaded engine's health, else the state."""
         return self._engine.health() if self._engine is not None else {"status": self._state}

@@ -22,6 +22,10 @@ class Prompt(Protocol):
     def token_ids(self) -> tuple[int, ...]:
         """The prompt's tokens."""
 
+    @property
+    def thinking(self) -> bool:
+        """The output begins inside a think block."""
+
 
 class OutputMachine(Protocol):
     """What a session needs of the text machine (`frontend.output`)."""

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from tiny import tiny_engine
+from tiny import Alternating, tiny_engine
 
 from ninfer_core.types import Finish, Request, Sampling, TextDelta
 
@@ -109,6 +109,16 @@ def test_forced_acceptance_changes_nothing(drafts, pattern):
                 assert usage.rounds == -(-(r.max_tokens - 1) // (drafts + 1))
             if pattern == [0]:
                 assert usage.accepted_tokens == 0
+
+
+@pytest.mark.parametrize("on,off", [(1, 1), (2, 3)])
+def test_steps_without_drafts_after_accepting_rounds_change_nothing(on, off):
+    with tiny_engine(draft_tokens=3) as engine:
+        engine._runner.proposal = oracle([2, 3, 0])
+        engine._runner._pacer = pacer = Alternating(on, off)
+        for name, r in VARIANTS.items():
+            assert output(engine.submit(r)) == plain()[name], name
+        assert pacer.resumed
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

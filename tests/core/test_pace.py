@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import tiny_engine
+from tiny import Alternating, tiny_engine
 
 from ninfer_core.runtime.pace import LEARN, LONGEST, REST, Pace, Pacer
 from ninfer_core.types import Request, Sampling
@@ -47,17 +47,9 @@ def test_drafting_comes_back_when_the_text_becomes_predictable():
 
 def test_rests_grow_to_a_limit():
     _, _, history = play(Pacer(3), 1.8, 1.0, lambda i: 1, 6000)
-    runs, length = [], 0
-    for drafting in history:
-        length = 0 if drafting else length + 1
-        if drafting and runs and runs[-1] is None:
-            runs[-1] = last
-        if not drafting:
-            last = length
-            if length == 1:
-                runs.append(None)
-    rests = [r for r in runs if r is not None]
-    assert max(rests) <= LONGEST + REST and rests[-1] >= LONGEST // 2
+    rests = [len(run) for run in "".join("d" if drafting else "." for drafting in history).split("d") if run]
+    assert max(rests) <= LONGEST + REST and rests[-2] >= LONGEST // 2
+    assert rests[:-1] == sorted(rests[:-1])
 
 
 def test_one_long_pause_is_not_taken_for_a_cost():
@@ -72,24 +64,6 @@ def test_one_long_pause_is_not_taken_for_a_cost():
 def test_switched_off_it_never_rests():
     _, _, history = play(Pacer(3, enabled=False), 9.0, 1.0, lambda i: 1, 100)
     assert all(history)
-
-
-class Alternating(Pacer):
-    """Rests every few rounds, whatever it costs."""
-
-    def __init__(self, on, off):
-        super().__init__(3)
-        self._on, self._off, self.resumed = on, off, 0
-
-    def update(self, pace, tokens, sequences):
-        pace.rounds += 1
-        if pace.drafting and pace.rounds >= self._on:
-            pace.drafting, pace.rounds = False, 0
-        elif not pace.drafting and pace.rounds >= self._off:
-            pace.drafting, pace.rounds = True, 0
-            self.resumed += 1
-            return True
-        return False
 
 
 @pytest.mark.parametrize("on,off", [(1, 1), (2, 3), (3, 20)])

@@ -13,7 +13,8 @@ from ninfer_core.artifact import write_artifact
 from ninfer_core.config import config_from_dict
 from ninfer_core.engine import Engine
 from ninfer_core.inventory import RECIPE_DEMO, inventory
-from ninfer_core.testing import scripted_resources
+from ninfer_core.runtime.pace import Pacer
+from ninfer_core.scripted import scripted_resources
 
 
 def tiny_config(moe: bool = True, context: int = 1024) -> dict:
@@ -70,3 +71,21 @@ def tiny_artifact(moe: bool = True, seed: int = 0, context: int = 1024) -> Path:
 def tiny_engine(moe: bool = True, seed: int = 0, context: int = 1024, **options) -> Engine:
     options = {"device": "cpu", "threads": 1, "prefill_chunk": 64, "adaptive_drafts": False, **options}
     return Engine.load(str(tiny_artifact(moe, seed, context)), **options)
+
+
+class Alternating(Pacer):
+    """Rests every few rounds, whatever it costs."""
+
+    def __init__(self, on, off):
+        super().__init__(3)
+        self._on, self._off, self.resumed = on, off, 0
+
+    def update(self, pace, tokens, sequences):
+        pace.rounds += 1
+        if pace.drafting and pace.rounds >= self._on:
+            pace.drafting, pace.rounds = False, 0
+        elif not pace.drafting and pace.rounds >= self._off:
+            pace.drafting, pace.rounds = True, 0
+            self.resumed += 1
+            return True
+        return False
