@@ -8,7 +8,7 @@ zero rows to a multiple of 32 outputs: rows of results then start at aligned add
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -37,10 +37,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight `W [rows, K]` as `dense [K, rows padded to 32]`: its transpose, contiguous."""
+    """A weight `W [rows, K]` as `dense [K, rows padded to 32]`: its transpose, contiguous; `weight` views it as `W`."""
 
     dense: Tensor
     rows: int
+    weight: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", self.dense.t())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,11 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Router (the last row gates the shared expert), experts `[E, 2I]` and `[I, E]` each, shared expert."""
+    """Router (the last row gates the shared expert), experts `[2I, E]` and `[E, I]` each, shared expert."""
 
     router: Matrix
-    gate_up: tuple[Tensor, ...]
-    down: tuple[Tensor, ...]
+    gate_up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
     shared_gate_up: Matrix
     shared_down: Matrix
 
@@ -167,8 +171,8 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all distinct tensors."""
-        return sum(t.numel() * t.element_size() for t in _tensors(self))
+        """Bytes of all tensors, views counted once."""
+        return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in _tensors(self)}.values())
 
 
 def _tensors(node: object) -> list[Tensor]:
@@ -245,7 +249,9 @@ class _Builder:
         return (1 + self.get(name).float()).to(self.device)
 
     def matrix(self, *names: str, dtype: torch.dtype | None = None) -> Matrix:
-        parts = [self.get(name) for name in names]
+        return self.fused([self.get(name) for name in names], dtype)
+
+    def fused(self, parts: list[Tensor], dtype: torch.dtype | None = None) -> Matrix:
         rows = sum(p.shape[0] for p in parts)
         dense = torch.zeros(parts[0].shape[1], -(-rows // ALIGN) * ALIGN, dtype=dtype or self.dtype, device=self.device)
         first = 0
@@ -326,9 +332,8 @@ class _Builder:
             shared_down=self.matrix(prefix + "shared_down"),
         )
 
-    def experts(self, name: str) -> tuple[Tensor, ...]:
-        weight = self.get(name).unflatten(0, (self.config.num_experts, -1))
-        return tuple(w.to(self.dtype).to(self.device).t().contiguous() for w in weight)
+    def experts(self, name: str) -> tuple[Matrix, ...]:
+        return tuple(self.fused([w]) for w in self.get(name).unflatten(0, (self.config.num_experts, -1)))
 
     def mtp(self) -> MtpWeights:
         return MtpWeights(

@@ -53,10 +53,16 @@ def dispatch(twin: Callable[..., Result], x: Tensor, *args: Any) -> Result:
 
 
 class Matrix(Protocol):
-    """A weight `W [N, K]` of `y = W x`. `dense` is its transpose `[K, N padded to 32]`, contiguous; `rows` is `N`."""
+    """A weight `W [N, K]` of `y = W x`; `rows` is `N`.
+
+    `dense` is its transpose `[K, N padded to 32]`, contiguous; `weight` is the view `dense.t()`.
+    """
 
     @property
     def dense(self) -> Tensor: ...
+
+    @property
+    def weight(self) -> Tensor: ...
 
     @property
     def rows(self) -> int: ...
@@ -89,17 +95,17 @@ class GdnWeights(Protocol):
 class MoeWeights(Protocol):
     """Router and experts. `router`: rows 0..X-1 the experts, row X the gate of the shared expert.
 
-    `gate_up`: one `[E, 2I]` tensor per expert, gate columns first; `down`: one `[I, E]` tensor per expert.
+    `gate_up`: `[2I, E]` of every expert, gate rows first; `down`: `[E, I]` of every expert.
     """
 
     @property
     def router(self) -> Matrix: ...
 
     @property
-    def gate_up(self) -> Sequence[Tensor]: ...
+    def gate_up(self) -> Sequence[Matrix]: ...
 
     @property
-    def down(self) -> Sequence[Tensor]: ...
+    def down(self) -> Sequence[Matrix]: ...
 
     @property
     def shared_gate_up(self) -> Matrix: ...

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._op import Matrix, dispatch
-from .linear import product
+from .linear import product, trim
 
 
 def head(h: Tensor, weight: Matrix, chunk: bool = False) -> Tensor:
@@ -23,7 +23,7 @@ def head(h: Tensor, weight: Matrix, chunk: bool = False) -> Tensor:
 
 def head_ref(h: Tensor, weight: Matrix, chunk: bool = False) -> Tensor:
     """Twin of `head`."""
-    return product(h, weight.dense, chunk)[:, : weight.rows]
+    return trim(product(h, weight, chunk), weight.rows)
 
 
 def draft_head(h: Tensor, weight: Matrix, ids: Tensor | None, limit: int) -> Tensor:
@@ -40,5 +40,5 @@ def draft_head(h: Tensor, weight: Matrix, ids: Tensor | None, limit: int) -> Ten
 
 def draft_head_ref(h: Tensor, weight: Matrix, ids: Tensor | None, limit: int) -> Tensor:
     """Twin of `draft_head`."""
-    best = torch.argmax(product(h, weight.dense, False)[:, :limit], -1)
+    best = torch.argmax(trim(product(h, weight, False), limit), -1)
     return best if ids is None else ids.index_select(0, best)

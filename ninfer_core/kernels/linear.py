@@ -24,26 +24,34 @@ def linear(x: Tensor, weight: Matrix, residual: Tensor | None = None, chunk: boo
 
 def linear_ref(x: Tensor, weight: Matrix, residual: Tensor | None = None, chunk: bool = False) -> Tensor:
     """Twin of `linear`."""
-    y = product(x, weight.dense, chunk)[:, : weight.rows]
+    y = trim(product(x, weight, chunk), weight.rows)
     return y if residual is None else residual + y
 
 
-def product(x: Tensor, dense: Tensor, chunk: bool) -> Tensor:
-    """`x [T, K] @ dense [K, N] -> [T, N]` in fp32.
+def trim(y: Tensor, rows: int) -> Tensor:
+    """The first `rows` columns: without the padding."""
+    return y if y.shape[1] == rows else y[:, :rows]
+
+
+def product(x: Tensor, weight: Matrix, chunk: bool) -> Tensor:
+    """`W x` of `x [T, K]`, padding included: `[T, N padded]` in fp32.
 
     A row call makes one vector-matrix product per row. Matrix libraries choose other kernels, with another order of
     sums, for 1, 2 or 4 rows; the same call on the same shape for every row cannot differ. It is also faster up to some
     eight rows: a matrix product first repacks the whole weight.
     """
-    if x.dtype != dense.dtype:
-        return product(x.to(dense.dtype), dense, chunk).float()
+    w = weight.weight
+    if x.dtype != w.dtype:
+        x = x.to(w.dtype)
     if chunk:
-        return torch.mm(x, dense)
-    y = x.new_empty(x.shape[0], dense.shape[1])
-    weight = dense.t()
-    for row, out in zip(x.unbind(0), y.unbind(0), strict=True):
-        torch.mv(weight, row, out=out)
-    return y
+        return torch.mm(x, weight.dense).float()
+    y = x.new_empty(x.shape[0], w.shape[0])
+    if x.shape[0] == 1:
+        torch.mv(w, x[0], out=y[0])
+    else:
+        for row, out in zip(x.unbind(0), y.unbind(0), strict=True):
+            torch.mv(w, row, out=out)
+    return y.float()
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -66,5 +74,5 @@ def mlp(x: Tensor, gain: Tensor, eps: float, gate_up: Matrix, down: Matrix, chun
 
 def mlp_ref(x: Tensor, gain: Tensor, eps: float, gate_up: Matrix, down: Matrix, chunk: bool = False) -> Tensor:
     """Twin of `mlp`."""
-    hidden = product(rms_norm_ref(x, gain, eps), gate_up.dense, chunk)[:, : gate_up.rows]
-    return x + product(swiglu(hidden), down.dense, chunk)[:, : down.rows]
+    hidden = trim(product(rms_norm_ref(x, gain, eps), gate_up, chunk), gate_up.rows)
+    return x + trim(product(swiglu(hidden), down, chunk), down.rows)

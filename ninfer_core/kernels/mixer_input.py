@@ -25,4 +25,4 @@ def mixer_input(x: Tensor, gain: Tensor, eps: float, weight: Matrix, chunk: bool
 
 def mixer_input_ref(x: Tensor, gain: Tensor, eps: float, weight: Matrix, chunk: bool = False) -> Tensor:
     """Twin of `mixer_input`."""
-    return product(rms_norm_ref(x, gain, eps), weight.dense, chunk)
+    return product(rms_norm_ref(x, gain, eps), weight, chunk)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._op import MoeWeights, dispatch
-from .linear import product, swiglu
+from .linear import product, swiglu, trim
 from .norm import rms_norm_ref
 
 
@@ -28,16 +28,18 @@ def moe(x: Tensor, gain: Tensor, eps: float, weights: MoeWeights, active: int, c
 def moe_ref(x: Tensor, gain: Tensor, eps: float, weights: MoeWeights, active: int, chunk: bool = False) -> Tensor:
     """Twin of `moe`."""
     u = rms_norm_ref(x, gain, eps)
-    scores = product(u, weights.router.dense, chunk)
+    scores = product(u, weights.router, chunk)
     experts = weights.router.rows - 1
-    ranked = torch.sort(scores[:, :experts], dim=-1, descending=True, stable=True)
-    share = torch.softmax(ranked.values[:, :active], -1)
-    chosen = ranked.indices[:, :active].tolist()
-    out = (_chunk_experts if chunk else _row_experts)(u, weights, chosen)
-    routed = out[:, 0] * share[:, :1]
-    for rank in range(1, active):
-        routed.addcmul_(out[:, rank], share[:, rank : rank + 1])
-    shared = product(swiglu(product(u, weights.shared_gate_up.dense, chunk)), weights.shared_down.dense, chunk)
+    values, indices = torch.sort(scores[:, :experts], dim=-1, descending=True, stable=True)
+    share = torch.softmax(values[:, :active], -1)
+    chosen = indices[:, :active].tolist()
+    terms = (_chunk_experts if chunk else _row_experts)(u, weights, chosen).unbind(1)
+    columns = share.unsqueeze(2).unbind(1)
+    routed = terms[0] * columns[0]
+    for term, column in zip(terms[1:], columns[1:], strict=True):
+        routed.addcmul_(term, column)
+    hidden = trim(product(u, weights.shared_gate_up, chunk), weights.shared_gate_up.rows)
+    shared = trim(product(swiglu(hidden), weights.shared_down, chunk), weights.shared_down.rows)
     # The sigmoid runs over the whole padded row: its vector and scalar forms differ in the last bit.
     routed.addcmul_(shared, torch.sigmoid(scores)[:, experts : experts + 1])
     return x + routed
@@ -46,19 +48,20 @@ def moe_ref(x: Tensor, gain: Tensor, eps: float, weights: MoeWeights, active: in
 def _row_experts(u: Tensor, weights: MoeWeights, chosen: list[list[int]]) -> Tensor:
     """Outputs of the chosen experts `[T, A, E]`, one vector-matrix product per pair of row and expert."""
     gate_up, down = weights.gate_up, weights.down
-    u = u.to(gate_up[0].dtype)
+    u = u.to(gate_up[0].weight.dtype)
     # In the order of experts: rows that share one find its weights in the cache.
     pairs = sorted((expert, place) for place, expert in enumerate(e for experts in chosen for e in experts))
     active = len(chosen[0])
-    hidden = u.new_empty(len(pairs), gate_up[0].shape[1])
+    hidden = u.new_empty(len(pairs), gate_up[0].weight.shape[0])
     rows, outs = u.unbind(0), hidden.unbind(0)
     for expert, place in pairs:
-        torch.mv(gate_up[expert].t(), rows[place // active], out=outs[place])
-    result = u.new_empty(len(pairs), down[0].shape[1])
-    rows, outs = swiglu(hidden.float()).to(u.dtype).unbind(0), result.unbind(0)
+        torch.mv(gate_up[expert].weight, rows[place // active], out=outs[place])
+    inner = swiglu(trim(hidden, gate_up[0].rows).float()).to(u.dtype)
+    result = u.new_empty(len(pairs), down[0].weight.shape[0])
+    rows, outs = inner.unbind(0), result.unbind(0)
     for expert, place in pairs:
-        torch.mv(down[expert].t(), rows[place], out=outs[place])
-    return result.float().view(len(chosen), -1, result.shape[1])
+        torch.mv(down[expert].weight, rows[place], out=outs[place])
+    return trim(result, down[0].rows).float().unflatten(0, (len(chosen), active))
 
 
 def _chunk_experts(u: Tensor, weights: MoeWeights, chosen: list[list[int]]) -> Tensor:
@@ -70,6 +73,7 @@ def _chunk_experts(u: Tensor, weights: MoeWeights, chosen: list[list[int]]) -> T
     result = u.new_empty(len(flat), u.shape[1])
     for expert, places in enumerate(order.to(u.device).split(counts)):
         if len(places):
-            hidden = product(u.index_select(0, places // active), weights.gate_up[expert], True)
-            result[places] = product(swiglu(hidden), weights.down[expert], True)
+            gate_up, down = weights.gate_up[expert], weights.down[expert]
+            hidden = trim(product(u.index_select(0, places // active), gate_up, True), gate_up.rows)
+            result[places] = trim(product(swiglu(hidden), down, True), down.rows)
     return result.view(len(chosen), active, u.shape[1])

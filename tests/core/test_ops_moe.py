@@ -36,8 +36,8 @@ RAW = {
 def build(raw=RAW):
     return Moe(
         router=padded(raw["router"]),
-        gate_up=tuple(w.t().contiguous() for w in raw["gate_up"]),
-        down=tuple(w.t().contiguous() for w in raw["down"]),
+        gate_up=tuple(padded(w) for w in raw["gate_up"]),
+        down=tuple(padded(w) for w in raw["down"]),
         shared_gate_up=padded(raw["shared_gate_up"]),
         shared_down=padded(raw["shared_down"]),
     )
@@ -97,8 +97,8 @@ def test_bf16_experts_keep_the_router_in_fp32():
     weights = build()
     low = Moe(
         router=weights.router,
-        gate_up=tuple(w.bfloat16() for w in weights.gate_up),
-        down=tuple(w.bfloat16() for w in weights.down),
+        gate_up=tuple(Matrix(w.dense.bfloat16(), w.rows) for w in weights.gate_up),
+        down=tuple(Matrix(w.dense.bfloat16(), w.rows) for w in weights.down),
         shared_gate_up=Matrix(weights.shared_gate_up.dense.bfloat16(), 2 * S),
         shared_down=Matrix(weights.shared_down.dense.bfloat16(), E),
     )
