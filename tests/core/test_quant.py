@@ -253,3 +253,17 @@ def test_any_legal_payload_survives_packing(fmt, n, k, seed):
         if f.bits == 6:
             word |= (int(payload[h[0] + column // 4]) >> (2 * (column % 4)) & 3) << 4
     assert (word - 2**f.bits if word >= 2 ** (f.bits - 1) else word) == int(codes[row, column])
+
+
+@pytest.mark.parametrize("fmt", [quant.Q5, quant.W8, quant.FP32, quant.BF16])
+def test_unaligned_bytes(fmt):
+    """A payload may lie at any address of a mapped file."""
+    w = torch.randn(3, 128, generator=torch.Generator().manual_seed(4)).to(
+        torch.float32 if fmt == quant.FP32 else torch.bfloat16
+    )
+    payload = quant.encode(w, fmt)
+    for shift in (1, 2):
+        buffer = bytearray(shift) + raw(payload)
+        moved = torch.frombuffer(buffer, dtype=torch.uint8)[shift:]
+        assert torch.equal(quant.decode(moved, fmt, w.shape), quant.decode(payload, fmt, w.shape))
+        quant.check(moved, fmt, w.shape)
