@@ -405,18 +405,18 @@ def check(payload: torch.Tensor, fmt: str, shape: Sequence[int], name: str = "ob
         ("base", p.rows * p.base_row, p.high_offset),
         ("high", p.high_offset + p.rows * p.high_row, p.scale_offset),
     ):
-        if bool(payload[a:b].any()):
-            raise ContentError(f"{name}: bytes after the {what} plane ({a:,} to {b:,}) are not zero")
+        if bool(payload[first:last].any()):
+            raise ContentError(f"{name}: bytes after the {what} plane ({first:,} to {last:,}) are not zero")
     real_groups = up(p.columns, f.group) // f.group
     for start, stop in row_blocks(p.rows, p.k_pad, 16 * BLOCK_WEIGHTS):
-        n, (b, _, span) = stop - start, p.spans(start, stop)
+        n, (base, _, span) = stop - start, p.spans(start, stop)
         words = _aligned(payload[slice(*span)], 2).view(torch.int16).view(n, p.groups)
         bad = (words < 0) | (words >= 0x7C00)
         if bool(bad.any()):
             row, group = (int(i) for i in bad.nonzero()[0])
             word = int(words[row, group]) & 0xFFFF
             raise ContentError(f"{name}: row {start + row}, group {group}: scale word {word:04x} is not +0 or positive")
-        if f.bits == 8 and bool((payload[slice(*b)] == 0x80).any()):
+        if f.bits == 8 and bool((payload[slice(*base)] == 0x80).any()):
             raise ContentError(f"{name}: a code of rows {start} to {stop - 1} is -128, outside the W8 range -127..127")
         if p.k_pad == p.columns and bool(words.all()):
             continue  # under a positive scale every other code is legal
