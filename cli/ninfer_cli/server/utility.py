@@ -166,7 +166,7 @@ def router(server: Server) -> APIRouter:
     async def embeddings() -> JsonResponse:
         """These models do not embed; a clear refusal instead of a missing path."""
         raise HttpError(
-            501, "embeddings are not supported: ninfer serves generative models only", code="unsupported_endpoint",
+            400, "embeddings are not supported: ninfer serves generative models only", code="unsupported_endpoint",
             headers={"x-should-retry": "false"},
         )  # fmt: skip
 
