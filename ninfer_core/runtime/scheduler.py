@@ -231,7 +231,11 @@ class Scheduler:
                     self._release(sequence)
 
     def _shared_fault(self, group: Sequence[Running], error: Exception) -> None:
-        """A call for several sequences failed: read each again and run it alone, so that only the guilty one fails."""
+        """A call for several sequences failed: read each again and run it alone, so that only the guilty one fails.
+
+        What was emitted stands. What follows is sampled from a state that prefill made instead of decoding: the same
+        within rounding, not always the same bits.
+        """
         if len(group) == 1:
             self._fault(group[0], error)
             return
@@ -282,6 +286,8 @@ class Scheduler:
             totals.cancelled += 1
         else:
             totals.finished += 1
+            times = session.timings
+            self._seconds_per_request += 0.2 * (times.prefill + times.decode - self._seconds_per_request)
 
     def _end_all(self, error: NinferError) -> None:
         with self._lock:

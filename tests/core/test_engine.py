@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -446,7 +447,7 @@ def test_a_long_prompt_holds_others_up_for_one_chunk_at_most():
 
 def test_two_prompts_take_turns():
     with tiny_engine(draft_tokens=0, max_sequences=2) as engine:
-        order, prefill = [], engine._runner.prefill
+        order = []
         gate = Gate(engine, "prefill")
         gated = engine._runner.prefill
         engine._runner.prefill = lambda s: (order.append(s.session.request.sampling.seed), gated(s))[1]
@@ -454,7 +455,6 @@ def test_two_prompts_take_turns():
         gate.opened.set()
         a.result(20), b.result(20)
         assert order in ([1, 2, 1, 2, 1, 1, 1], [1, 1, 2, 1, 2, 1, 1])  # as the second arrived in time for it or not
-        assert prefill is not engine._runner.prefill
 
 
 def test_many_threads_get_their_own_answers(shared):
@@ -467,6 +467,46 @@ def test_many_threads_get_their_own_answers(shared):
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(16))) == [alone[i % 8] for i in range(16)]
+    assert_free(shared)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_crowd_of_all_kinds(shared, seed):
+    """Random lengths, cancellations, deadlines, faults and budgets: each ends once, in its own way; nothing is lost."""
+    rng = random.Random(seed)
+    solo, crowd = {}, []
+    for i in range(5):
+        r = raw(n=rng.choice([1, 30, 64, 65, 140]), seed=seed * 100 + i, tokens=rng.choice([1, 5, 9]))
+        solo[id(r)] = (r, shared.generate(r).text)
+    kinds = [rng.choice(["plain", "plain", "cancel", "leave", "late", "bad"]) for _ in range(24)]
+
+    def visit(kind):
+        time.sleep(rng.random() * 0.3)
+        r, text = solo[rng.choice(list(solo))]
+        try:
+            if kind == "bad":
+                with pytest.raises(InvalidRequestError):
+                    shared.submit(raw(tokens=-1))
+            elif kind == "late":
+                with pytest.raises(RequestTimeoutError):
+                    shared.submit(raw(tokens=900, timeout=0.05)).result(60)
+            elif kind == "cancel":
+                handle = shared.submit(raw(n=200, tokens=700))
+                time.sleep(rng.random() * 0.2)
+                handle.cancel()
+                assert list(handle)[-1].reason == "cancelled"
+            elif kind == "leave":
+                for _ in shared.stream(raw(n=100, tokens=700)):
+                    break
+            else:
+                assert shared.generate(r).text == text
+        except EngineBusyError:
+            return "busy"
+        return kind
+
+    with ThreadPoolExecutor(8) as pool:
+        crowd = list(pool.map(visit, kinds))
+    assert crowd.count("plain") >= 1
     assert_free(shared)
 
 
@@ -516,7 +556,7 @@ def test_a_stop_string_inside_a_burst_cuts_it(drafts):
     """A model that is made to write "abcdefgh..." stops inside a burst of accepted drafts; then a follow-up."""
     alphabet = [ord(c) for c in "abcdefghijklmnopqrstuvwxyz"]
     with tiny_engine(draft_tokens=drafts) as engine:
-        sample = engine_sampler(engine, alphabet)
+        spell(engine, alphabet)
         engine._runner.proposal = lambda s, d: [alphabet[(s.emitted + i) % 26] for i in range(len(d))]
         completion = engine.generate(Request(prompt="x", stop=("fg",), max_tokens=26))
         assert (completion.text, completion.finish_reason, completion.stop_sequence) == ("abcde", "stop", "fg")
@@ -527,14 +567,11 @@ def test_a_stop_string_inside_a_burst_cuts_it(drafts):
         )
         whole = engine.generate(Request(prompt="x", max_tokens=26))
         assert whole.text == "abcdefghijklmnopqrstuvwxyz"
-        assert sample
         assert_free(engine)
 
 
-def engine_sampler(engine, alphabet):
+def spell(engine, alphabet):
     """Make the engine's logits prefer alphabet[i] at output position i, whatever the model says."""
-    from ninfer_core.runtime import sampler
-
     original = engine._runner._emit
 
     def emit(sequence, logits, drafts, *, drafted):
@@ -544,7 +581,6 @@ def engine_sampler(engine, alphabet):
         return original(sequence, logits, drafts, drafted=drafted)
 
     engine._runner._emit = emit
-    return sampler
 
 
 # bad input

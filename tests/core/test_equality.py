@@ -13,7 +13,7 @@ from ninfer_core.types import Finish, Request, Sampling, TextDelta
 
 PROMPT = tuple((i * 37 + i // 7) % 250 for i in range(150))  # two and a third chunks
 SHORT = tuple((i * 11) % 250 for i in range(9))
-TOKENS = 24
+TOKENS = 20
 
 
 def request(prompt=PROMPT, seed=1, temperature=1.0, tokens=TOKENS, **fields) -> Request:
@@ -32,7 +32,7 @@ VARIANTS = {
     "greedy": request(temperature=0.0),
     "sampled": request(seed=2),
     "short": request(SHORT, seed=3),
-    "short greedy": request(SHORT, temperature=0.0, tokens=40),
+    "short greedy": request(SHORT, temperature=0.0, tokens=24),
 }
 
 
