@@ -190,18 +190,17 @@ def _conv_heads(
 
     Returns queries `[T, V, d]`, keys `[T, G, d]`, values `[T, V, d]` and the keys spread over value heads `[T, V, d]`.
     """
-    taps = weights.conv
-    rows = window.shape[0] - taps.shape[0] + 1
+    taps = weights.conv.unbind(0)
+    rows = window.shape[0] - len(taps) + 1
     mixed = window[:rows] * taps[0]
-    for tap in range(1, taps.shape[0]):
-        mixed.addcmul_(window[tap : tap + rows], taps[tap])
+    for number, tap in enumerate(taps[1:], 1):
+        mixed.addcmul_(window[number : number + rows], tap)
     mixed = silu(mixed)
-    depth = weights.norm.shape[0]
-    split = 2 * key_heads * (mixed.shape[1] - heads * depth) // (2 * key_heads)
-    v = mixed[:, split:].unflatten(1, (heads, depth))
+    split = mixed.shape[1] - heads * weights.norm.shape[0]
+    v = mixed[:, split:].unflatten(1, (heads, -1))
     qk = l2_norm_ref(mixed[:, :split].unflatten(1, (2 * key_heads, -1)), weights.qk_scale)
-    k = qk[:, key_heads:]
-    return _spread(qk[:, :key_heads], heads), k, v, _spread(k, heads)
+    wide = _spread(qk, 2 * heads)
+    return wide[:, :heads], qk[:, key_heads:], v, wide[:, heads:]
 
 
 def _spread(x: Tensor, heads: int) -> Tensor:
