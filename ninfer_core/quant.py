@@ -401,7 +401,7 @@ def check(payload: torch.Tensor, fmt: str, shape: Sequence[int], name: str = "ob
     if not f.grouped:
         return
     p = planes(fmt, shape)
-    for what, a, b in (
+    for what, first, last in (
         ("base", p.rows * p.base_row, p.high_offset),
         ("high", p.high_offset + p.rows * p.high_row, p.scale_offset),
     ):
