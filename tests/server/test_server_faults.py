@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from ninfer_core.runtime.validation import check_request
 from ninfer_core.testing import Reply, Script, ScriptedEngine, Tokens
 from ninfer_core.types import ToolCall
 
@@ -449,6 +450,39 @@ def test_constraints_reach_the_engine_or_are_refused_by_it(serve: Any) -> None:
         "/v1/messages", {"messages": USER, "max_tokens": 9, "tools": anthropic_tools, "tool_choice": {"type": "any"}}
     )
     assert server.last.tool_choice.mode == "required"
+
+
+def test_an_engine_without_grammars_refuses_by_the_clients_own_field_name(serve: Any) -> None:
+    server = serve(ScriptedEngine("Hello!"))
+    addressable = server.engine.frontend.tokenizer.addressable
+    server.engine._check = lambda request: check_request(  # type: ignore[method-assign]
+        request, addressable=addressable, vision=False, grammars=False
+    )
+    schema = {"type": "object"}
+    tools = [{"type": "function", "function": BASH}]
+    json_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (CHAT, chat(response_format=json_schema), "response_format"),
+        (CHAT, chat(response_format={"type": "json_object"}, stream=True), "response_format"),
+        (CHAT, chat(guided_json=schema), "guided_json"),
+        (CHAT, chat(grammar="start: x"), "grammar"),
+        (CHAT, chat(structured_outputs={"choice": ["a"]}), "structured_outputs"),
+        (CHAT, chat(tools=tools, tool_choice="required"), "tool_choice"),
+        ("/v1/completions", {"prompt": "x", "guided_regex": "a"}, "guided_regex"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ]
+    for path, body, param in cases:
+        error = server.post(path, body)
+        assert error.status_code == 400, (path, body)
+        found = error.json()["error"]
+        assert (found["param"], found["code"]) == (param, "unsupported_parameter")
+    ollama = server.post("/api/chat", {"messages": USER, "format": "json"})
+    assert ollama.status_code == 400
+    output = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    anthropic = server.post("/v1/messages", {"messages": USER, "max_tokens": 9, **output})
+    assert anthropic.status_code == 400 and anthropic.json()["error"]["message"].startswith("output_config.format: ")
+    strict = chat(tools=[{"type": "function", "function": {**BASH, "strict": True}}])
+    assert server.post(CHAT, strict).status_code == 200, "strict is a hint where it cannot be enforced"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from ninfer_core.errors import NinferError
 from ninfer_core.types import Completion, Request
 
 from .context import Server
@@ -28,13 +29,19 @@ async def respond(
     encoder: Encoder | None,
     complete: Callable[[list[Completion]], dict[str, Any]],
     choices: int | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Response:
     """Run the requests and answer: through `encoder` as they go, or with `complete`'s object at the end.
 
-    Errors before the first byte are raised and keep their HTTP status.
+    Errors before the first byte are raised and keep their HTTP status; `names` maps fields of the neutral request to
+    the API's own, so that an error names what the client wrote.
     """
     record = http.scope["state"]["record"]
-    generation = await start(server, http, requests, choices)
+    try:
+        generation = await start(server, http, requests, choices)
+    except NinferError as error:
+        error.param = own_name(error.param, names or {})
+        raise
     headers = {}
     if record.dropped:
         headers["X-Ninfer-Warning"] = "tools left out: " + ", ".join(sorted(map(_header_text, record.dropped)))
@@ -52,6 +59,14 @@ async def respond(
         stall_timeout=server.settings.stall_timeout,
         headers=headers,
     )
+
+
+def own_name(param: str | None, names: Mapping[str, str]) -> str | None:
+    """A field path of the neutral request in an API's own words; a list that is built anew loses its indices."""
+    for name, own in names.items():
+        if param is not None and (param == name or param.startswith((name + ".", name + "["))):
+            return own
+    return param
 
 
 def _header_text(text: str) -> str:

@@ -198,6 +198,7 @@ def router(server: Server) -> APIRouter:
             [request],
             encoder=MessagesEncoder(model, window, beta, record.request_id) if body.stream else None,
             complete=lambda done: complete(model, done[0], window, beta),
+            names={"response_format": "output_config.format", "stop": "stop_sequences"},
         )
 
     @routes.post("/v1/messages/count_tokens", **documented(CountTokensRequest))

@@ -194,6 +194,13 @@ def guided_of(fields: GuidedFields, given: ResponseFormat | None) -> ResponseFor
     return found[0][1] if found else None
 
 
+def constraint_name(fields: GuidedFields) -> str:
+    """The field in which a client gave its constraint."""
+    names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema")
+    given = (name for name in (*names, "structured_outputs") if getattr(fields, name))
+    return next(given, "response_format")
+
+
 def _guided(name: str, value: Any) -> ResponseFormat:
     if name == "guided_regex":
         return ResponseFormat("regex", pattern=str(value))

@@ -36,6 +36,8 @@ from .ollama_models import model_routes
 from .schemas import OllamaBase, OllamaChatRequest, OllamaGenerateRequest
 from .wire import NDJSON, JsonResponse, ndjson
 
+_NAMES = {"response_format": "format", "stop": "options.stop", "max_tokens": "options.num_predict"}
+
 
 def done_fields(reason: str, usage: Usage, timings: Timings, arrived: float) -> dict[str, Any]:
     """The fields of a last line. Durations are never zero: clients divide by them."""
@@ -179,6 +181,7 @@ async def _answer(
         [request],
         encoder=OllamaEncoder(shape, record.request_id, truncated) if stream else None,
         complete=lambda done: complete(shape, done[0], truncated),
+        names=_NAMES,
     )
 
 

@@ -31,7 +31,18 @@ from ninfer_core.types import (
 
 from .answer import documented, respond
 from .body import read_request
-from .common import call_id, format_of, guided_of, limit_of, new_id, restrict, sampling_of, stop_of, thinking_of
+from .common import (
+    call_id,
+    constraint_name,
+    format_of,
+    guided_of,
+    limit_of,
+    new_id,
+    restrict,
+    sampling_of,
+    stop_of,
+    thinking_of,
+)
 from .context import Server
 from .errors import body_of, fault_of
 from .generation import in_order, merged_usage
@@ -273,6 +284,7 @@ def router(server: Server) -> APIRouter:
             [request for request, _, _ in converted],
             encoder=ChatEncoder(body, server, custom, record.request_id) if body.stream else None,
             complete=lambda completions: complete(body, server, custom, completions),
+            names={"response_format": constraint_name(body)},
         )
 
     return routes

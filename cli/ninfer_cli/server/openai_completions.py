@@ -15,7 +15,7 @@ from ninfer_core.types import Completion, Event, Finish, ReasoningDelta, Request
 
 from .answer import documented, respond
 from .body import read_request
-from .common import format_of, guided_of, limit_of, new_id, sampling_of, stop_of
+from .common import constraint_name, format_of, guided_of, limit_of, new_id, sampling_of, stop_of
 from .context import Server
 from .errors import body_of, fault_of
 from .generation import in_order, merged_usage
@@ -190,6 +190,7 @@ def router(server: Server) -> APIRouter:
             encoder=CompletionEncoder(body, server, echoes, record.request_id) if body.stream else None,
             complete=lambda done: complete(body, server, echoes, done),
             choices=body.n or 1,
+            names={"response_format": constraint_name(body)},
         )
 
     return routes

@@ -24,6 +24,7 @@ from .schemas import ResponsesRequest
 from .wire import JsonResponse, sse
 
 Items = list[Mapping[str, Any]]
+_NAMES = {"response_format": "text.format", "messages": "input", "max_tokens": "max_output_tokens"}
 
 
 class ResponseStore:
@@ -131,7 +132,7 @@ def router(server: Server) -> APIRouter:
                 if keep
                 else ResponsesEncoder(shape, record.request_id)
             )
-        return await respond(server, http, [request], encoder=encoder, complete=complete)
+        return await respond(server, http, [request], encoder=encoder, complete=complete, names=_NAMES)
 
     @routes.post("/v1/responses/input_tokens", **documented(ResponsesRequest))
     async def input_tokens(http: HttpRequest) -> JsonResponse:
