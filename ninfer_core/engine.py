@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from . import store
 from .errors import (
@@ -35,7 +35,7 @@ from .frontend.output import parse_text
 from .frontend.prompt import Frontend
 from .runtime.handle import RequestHandle
 from .runtime.interface import EngineInterface, Prompt, make_request
-from .runtime.options import EngineOptions
+from .runtime.options import EngineFields, EngineOptions
 from .runtime.registry import NamedEngine, Registry
 from .runtime.session import Session
 from .runtime.validation import check_request, resolve_sampling
@@ -217,7 +217,9 @@ class Engine(ModelCard):
         self._finalizer = weakref.finalize(self, self._loop.stop)
 
     @classmethod
-    def load(cls, model: str = "demo", *, options: EngineOptions | None = None, **fields: Any) -> Engine:
+    def load(
+        cls, model: str = "demo", *, options: EngineOptions | None = None, **fields: Unpack[EngineFields]
+    ) -> Engine:
         """Load a model: a name known to the store, or a path. `fields` are those of `EngineOptions`.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from ..errors import InvalidRequestError
 
@@ -63,6 +63,22 @@ class EngineOptions:
             for f in fields(self)
             if getattr(self, f.name) != getattr(other, f.name)
         ]
+
+
+class EngineFields(TypedDict, total=False):
+    """The fields of `EngineOptions` but `model`, as keyword arguments."""
+
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: Literal["auto", "float32", "bfloat16"]
+    context_length: int | Literal["auto"]
+    max_sequences: int
+    max_queue: int
+    draft_tokens: int
+    adaptive_drafts: bool
+    kv_cache: Literal["int8", "bf16", "fp32"]
+    prefill_chunk: int
+    threads: int | Literal["auto"]
+    memory: int | Literal["auto"]
 
 
 def _choice(options: EngineOptions, name: str, allowed: tuple[str, ...]) -> None:

@@ -110,6 +110,7 @@ class Scheduler:
                 "waiting": len(self._waiting),
                 "pages_free": self._runner.pages.free,
                 "pages_total": self._runner.pages.size,
+                "kv_cache_usage": 1 - self._runner.pages.free / self._runner.pages.size,
                 "slots_free": self._runner.slots.free,
                 "slots_total": self._runner.slots.size,
                 **asdict(self.totals),

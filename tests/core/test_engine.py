@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
 import random
@@ -30,6 +31,7 @@ from ninfer_core.errors import (
     RequestTimeoutError,
     UnsupportedError,
 )
+from ninfer_core.runtime.options import EngineFields
 from ninfer_core.types import (
     Finish,
     Image,
@@ -742,6 +744,7 @@ def test_a_forked_child_gets_an_error(shared):
 
 
 def test_options_are_checked():
+    assert EngineFields.__annotations__.keys() | {"model"} == {f.name for f in dataclasses.fields(EngineOptions)}
     for field, value in (
         ("draft_tokens", 6),
         ("device", "tpu"),
