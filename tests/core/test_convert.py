@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -710,6 +714,19 @@ def test_query_rows_of_the_published_models(tmp_path):
                 assert reader.read(sample[0], sample[0] + 1).item() == sample[column]
             r = torch.arange(heads * 256)
             assert torch.equal(reader.read(100, 3000)[:, 0].long(), ((r // 256) * 512 + r % 256 + 256 * gate)[100:3000])
+
+
+@pytest.mark.parametrize(
+    ("model", "role"), [("27b", "vision/layers/0/mlp/fc2"), ("35b", "text/layers/0/gdn/query_key_value_z")]
+)
+def test_memory_of_a_real_size_matrix(model, role):
+    """Streamed in a fresh process from a sparse file of the real size: little memory, the same bytes as at once."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "tests/tools/convert_memory.py"), "roles", "--model", model, "--role", role]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--check"], env=environment, capture_output=True, text=True, check=True)
+    assert "equal to the direct encoding" in done.stdout
+    assert float(re.search(r"peak +([\d.]+) GiB", done.stdout)[1]) < 1.0
 
 
 def test_tiny_config_is_readable():
