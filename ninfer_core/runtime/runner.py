@@ -115,8 +115,8 @@ class Runner:
     # opening and closing
 
     def pages_for(self, prompt_tokens: int, limit: int) -> int:
-        """Pages that a sequence can need at most: its prompt, its answer, and the rows of one window beyond."""
-        return -(-(prompt_tokens + limit + self.draft_tokens) // PAGE)
+        """Pages that a sequence can need at most: prompt, answer without its last token, drafts of a window."""
+        return -(-(prompt_tokens + limit - 1 + self.draft_tokens) // PAGE)
 
     def open(self, session: Session, sampler: Sampler) -> Running | None:
         """Reserve what the session can need and clear its slot; None if that is not free now."""

@@ -772,6 +772,17 @@ def test_auto_context_shrinks_to_the_memory():
         assert_free(engine)
 
 
+@pytest.mark.parametrize("drafts,context", [(0, 128), (1, 127), (3, 125), (3, 128)])
+def test_a_prompt_that_fills_the_context_gets_its_one_token(drafts, context):
+    """Also where the pages of one sequence are all there is, and end exactly with the context."""
+    with tiny_engine(draft_tokens=drafts, max_sequences=1, context_length=context) as engine:
+        assert engine.stats()["pages_total"] == -(-(context + drafts) // 64)
+        for n in (context, context - 1, context - 2):
+            made = engine.generate(raw(n=n, tokens=50)).usage.completion_tokens
+            assert made == max(1, context - n)
+        assert_free(engine)
+
+
 def test_requests_wait_for_pages_in_order():
     """Pages for one full context: two long requests run one after the other, a short one does not overtake."""
     with tiny_engine(draft_tokens=0, max_sequences=3, context_length=512, memory=2_200_000) as engine:
