@@ -52,7 +52,7 @@ class Core(torch.nn.Module):
         model, head = self.plain
         T = ids.shape[1] - AHEAD
         hidden, balance, load = model.trunk(x[:, :T], segment[:, :T], positions[:, :T])
-        half = ids.shape[0] // 2
+        some = max(1, ids.shape[0] // 4)
 
         def part(h: Tensor, ahead: int, share: float) -> tuple[Tensor, Tensor]:
             rows = h.shape[0]
@@ -66,8 +66,8 @@ class Core(torch.nn.Module):
             answers = scale > 0.99
             return loss, (right & answers).sum() / answers.sum().clamp(min=1)
 
-        main, accuracy = part(hidden, 1, 0.5)
-        drafts, extra = model.drafts(hidden[:half], x[:half], segment[:half], positions[:half])
+        main, accuracy = part(hidden, 1, 0.4)
+        drafts, extra = model.drafts(hidden[:some], x[:some], segment[:some], positions[:some])
         parts = [part(h, 2 + k, 0.4) for k, h in enumerate(drafts)]
         mtp = torch.stack([p[0] for p in parts]).mean()
         loss = main + 0.3 * mtp + 0.01 * (balance + 0.3 * extra)
@@ -75,7 +75,7 @@ class Core(torch.nn.Module):
         return (loss, *(value.detach() for value in shown))
 
 
-NAMES = ("main", "mtp", "answers", "draft1", "draft2", "draft3", "low", "high")
+NAMES = ("main", "mtp", "answers", "draft1", "draft2", "draft3", "low", "high", "skipped")
 
 
 class Trainer:
@@ -89,6 +89,7 @@ class Trainer:
         if args.resume:
             load_checkpoint(self.model, args.resume)
         self.optimiser = Optimiser(self.model)
+        self.skipped = torch.zeros((), dtype=torch.long, device=self.device)
         head = head_loss
         if args.compile:
             for layer in self.model.language_model.layers:
@@ -152,14 +153,25 @@ class Trainer:
             x = scoring.embeddings(self.model, data)
             loss, *shown = self.core(x, data["ids"], data["weights"], data["segments"], data["positions"])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.clip()
         self.optimiser.step(factor)
-        return tuple(shown)
+        return (*shown, self.skipped)
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Clip the gradient to norm 1; a gradient that is not finite becomes zero. Never waits for the device."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.stack(torch._foreach_norm(grads)).norm()
+        fine = norm.isfinite()
+        self.skipped += ~fine
+        for grad in grads:
+            grad.nan_to_num_(0.0, 0.0, 0.0)
+        torch._foreach_mul_(grads, torch.where(fine, (1 / (norm + 1e-6)).clamp(max=1), torch.zeros_like(norm)))
 
 
 def rate(done: float, step: int) -> float:
-    """Warm-up over 40 steps, constant, then linear to zero over the last 45 % of the time."""
-    return min(1.0, (step + 1) / 40) * min(1.0, max(0.005, (1 - done) / 0.45))
+    """Warm-up over 40 steps, constant, then linear to zero over the last 65 % of the time."""
+    return min(1.0, (step + 1) / 40) * min(1.0, max(0.005, (1 - done) / 0.65))
 
 
 def loader(args: argparse.Namespace, device: torch.device) -> tuple[queue.Queue[dict[str, Any]], Workers]:
@@ -199,7 +211,7 @@ def run(args: argparse.Namespace) -> Trainer:
         budget = args.seconds if not args.until else args.until - (first - STARTED)
         if now - first >= budget or (args.steps and step >= args.steps):
             break
-        shown = trainer.step(data, rate((now - first) / budget, step))
+        shown = trainer.step(data, args.peak * rate((now - first) / budget, step))
         step += 1
         seen += args.rows * args.length
         if step % args.every == 0:
@@ -277,6 +289,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="scored examples of each kind")
     parser.add_argument("--free", type=int, default=96, help="free-running answers")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--peak", type=float, default=1.0, help="factor on all learning rates")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--prepare", action="store_true", help="only tokenise the corpus into the folder")
     args = parser.parse_args()
