@@ -491,6 +491,35 @@ def test_inline_chat_template(tmp_path):
         assert artifact.resource("chat_template.jinja") == b"inline"
 
 
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+
+
+@pytest.mark.parametrize("moe", [True, False])
+def test_saved_by_transformers(tmp_path, moe):
+    """A model saved by transformers (experts one by one, no MTP) has names and configuration the converter reads."""
+    import transformers
+
+    kind = "Moe" if moe else ""
+    given = config_json(moe)
+    config = getattr(transformers, f"Qwen3_5{kind}Config")(
+        text_config=given["text_config"] | {"rope_parameters": ROPE | {"mrope_interleaved": True}},
+        vision_config=given["vision_config"],
+    )
+    model = getattr(transformers, f"Qwen3_5{kind}ForConditionalGeneration")(config).to(torch.bfloat16)
+    src = tmp_path / "src"
+    model.save_pretrained(src)
+    for name, data in frontend_files().items():
+        (src / name).write_bytes(data)
+    run(src, tmp_path / "dst", model_id="my-tune", recipe="ninfer-demo")
+    state = {n: t.detach() for n, t in model.state_dict().items()}
+    with Artifact.open(tmp_path / "dst") as artifact:
+        assert artifact.model_id == "my-tune" and artifact.config.mtp_num_hidden_layers == 0
+        matrices = expected_matrices(state | {n: t for n, t in make_tensors(moe).items() if n.startswith("mtp.")}, moe)
+        for name, w in matrices.items():
+            if not name.startswith("mtp/"):
+                assert torch.equal(artifact.payload(name), quant.encode(w, artifact.tensors[name].format)), name
+
+
 # --- stopping and going on -------------------------------------------------------------------------------------------
 
 
