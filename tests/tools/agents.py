@@ -83,6 +83,13 @@ def codex(folder: Path, server: Running) -> tuple[list[str], dict[str, str]]:
     return ["codex", "exec", *options, *flags, TASK], {}
 
 
+def codex_oss(folder: Path, server: Running) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of Codex in the mode that probes an Ollama server first."""
+    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    command = ["codex", "exec", "--oss", "--local-provider", "ollama", "-m", "scripted", *flags, TASK]
+    return command, {"CODEX_OSS_BASE_URL": server.url + "/v1"}
+
+
 def opencode(folder: Path, server: Running) -> tuple[list[str], dict[str, str]]:
     """Command and environment of OpenCode."""
     limit = {"context": 65536, "output": 8192}
@@ -119,7 +126,7 @@ def claude(folder: Path, server: Running) -> tuple[list[str], dict[str, str]]:
     return ["claude", "-p", TASK, "--allowedTools", "Bash"], environment
 
 
-AGENTS = {"codex": codex, "opencode": opencode, "claude": claude}
+AGENTS = {"codex": codex, "codex-oss": codex_oss, "opencode": opencode, "claude": claude}
 
 
 def attempt(agent: str, name: str, packages: Path, record: Path | None) -> tuple[bool, str]:
@@ -179,7 +186,7 @@ def main() -> int:
         return subprocess.call(command, env={**os.environ, "NINFER_AGENTS_INSIDE": "1"})
     failed = 0
     for agent in options.agent or AGENTS:
-        if not (options.packages / "node_modules/.bin" / agent).exists():
+        if not (options.packages / "node_modules/.bin" / agent.partition("-")[0]).exists():
             print(f"{agent}: not installed in {options.packages}")
             failed += 1
             continue
