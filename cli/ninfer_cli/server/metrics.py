@@ -133,9 +133,8 @@ class Metrics:
     def gauges(self) -> dict[str, float]:
         """The engine's state now."""
         stats = self.engine.stats() if self.engine is not None else {}
-        pages, used = stats.get("pages", 0), stats.get("pages_used", 0)
-        usage = stats.get("kv_cache_usage", used / pages if pages else 0.0)
-        return {"running": stats.get("running", 0), "waiting": stats.get("waiting", 0), "cache": usage}
+        cache = stats.get("kv_cache_usage", 0.0)
+        return {"running": stats.get("running", 0), "waiting": stats.get("waiting", 0), "cache": cache}
 
     def render(self) -> bytes:
         """The exposition text."""

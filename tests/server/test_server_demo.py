@@ -1,0 +1,117 @@
+"""The whole way with the demo model: real weights behind a real socket, through each vendor's client."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+import uvicorn
+from ninfer_cli.server.app import build_app
+from ninfer_cli.server.settings import ServerSettings
+
+from ninfer_core.engine import Engine
+from ninfer_core.store import demo_path
+
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[tuple[str, Engine]]:
+    """The address of a server over the demo engine."""
+    engine = Engine.load("demo", device="cpu", max_sequences=2, threads=1)
+    app = build_app(engine, ServerSettings(slots=2), artifact=demo_path())
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", engine
+    server.should_exit = True
+    thread.join(10)
+    engine.close()
+
+
+def test_every_client_gets_the_same_answer(demo: tuple[str, Engine]) -> None:
+    url, engine = demo
+    chat = openai.OpenAI(base_url=url + "/v1", api_key="none")
+    whole = chat.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=120)
+    text = whole.choices[0].message.content
+    assert text and "Paris" in text and whole.choices[0].finish_reason == "stop"
+    streamed = chat.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=120, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
+    response = chat.responses.create(model="demo", input=QUESTION, temperature=0, max_output_tokens=120)
+    assert response.output_text == text
+    message = anthropic.Anthropic(base_url=url, api_key="none").messages.create(
+        model="demo",
+        messages=QUESTION,
+        max_tokens=120,
+        thinking={"type": "adaptive"},
+        extra_body={"temperature": 0},
+    )
+    assert message.content[-1].text == text  # type: ignore[union-attr]
+    line = ollama.Client(host=url).chat(model="demo", messages=QUESTION, options={"temperature": 0, "num_predict": 120})
+    assert line.message.content == text
+    assert whole.usage and whole.usage.prompt_tokens == line.prompt_eval_count == response.usage.input_tokens  # type: ignore[union-attr]
+    assert whole.usage.completion_tokens == line.eval_count == message.usage.output_tokens
+    assert engine.stats()["running"] == 0
+
+
+def test_the_same_seed_gives_the_same_text(demo: tuple[str, Engine]) -> None:
+    url, _ = demo
+    body = {"messages": QUESTION, "seed": 11, "temperature": 1.0, "max_tokens": 24, "n": 2}
+    first, second = (httpx.post(url + "/v1/chat/completions", json=body, timeout=60).json() for _ in range(2))
+    texts = [[c["message"] for c in answer["choices"]] for answer in (first, second)]
+    assert texts[0] == texts[1] and first["system_fingerprint"] == second["system_fingerprint"]
+
+
+def test_a_client_that_leaves_frees_its_pages(demo: tuple[str, Engine]) -> None:
+    url, engine = demo
+    before = engine.stats()
+    body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 3000, "stream": True}
+    with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        for _ in range(6):
+            next(lines)
+        assert engine.stats()["running"] == 1
+    end = time.monotonic() + 5
+    while engine.stats()["running"] and time.monotonic() < end:
+        time.sleep(0.01)
+    after = engine.stats()
+    assert after["running"] == 0 and after["slots_free"] == before["slots_free"]
+
+
+def test_overflow_of_the_real_window(demo: tuple[str, Engine]) -> None:
+    url, engine = demo
+    long = [{"role": "user", "content": "Paris is a city. " * 4000}]
+    error = httpx.post(url + "/v1/chat/completions", json={"messages": long}, timeout=60).json()["error"]
+    assert error["code"] == "context_length_exceeded" and error["n_ctx"] == engine.context_length
+    entry = httpx.get(url + "/v1/models").json()["data"][0]
+    assert entry["context_length"] == engine.context_length
+    tag = httpx.get(url + "/api/tags").json()["models"][0]
+    assert tag["size"] > 1_000_000 and len(tag["digest"]) == 64
+
+
+def test_grammars_are_refused_by_name_until_they_are_enforced(demo: tuple[str, Engine]) -> None:
+    url, engine = demo
+    if engine.profile["structured_output"]:
+        body = {"messages": QUESTION, "response_format": {"type": "json_object"}, "max_tokens": 200, "temperature": 0}
+        answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=60).json()
+        json.loads(answer["choices"][0]["message"]["content"])
+        return
+    answer = httpx.post(
+        url + "/v1/chat/completions",
+        json={"messages": QUESTION, "response_format": {"type": "json_object"}},
+        timeout=60,
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format"
