@@ -2,11 +2,19 @@
 
 import pytest
 import torch
+
 from ninfer_core.demo.make.export import checkpoint_tensors, config
 from ninfer_core.demo.make.model import Model, Shape, Vision
 from ninfer_core.demo.make.tower import patch_rows
 
-SHAPE = Shape(vocab=6144, layers=4, experts=8, width=64, shared=64, vision=Vision(depth=2, hidden=64, heads=2, inner=96, positions=36))
+SHAPE = Shape(
+    vocab=6144,
+    layers=4,
+    experts=8,
+    width=64,
+    shared=64,
+    vision=Vision(depth=2, hidden=64, heads=2, inner=96, positions=36),
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,9 @@ def test_image_features_and_positions_equal_transformers(model, reference):
     pixels = torch.randint(0, 256, (1, 3, 64, 96)).float()
     grid = torch.tensor([[1, 4, 6]])
     features = model.visual(pixels)[0]
-    theirs = reference.model.get_image_features(patch_rows(pixels, SHAPE.vision)[0], grid, return_dict=True).pooler_output
+    theirs = reference.model.get_image_features(
+        patch_rows(pixels, SHAPE.vision)[0], grid, return_dict=True
+    ).pooler_output
     theirs = theirs[0] if isinstance(theirs, (list, tuple)) else theirs
     assert theirs.std() > 0.05
     assert (features - theirs.reshape(features.shape)).abs().max() < 2e-5

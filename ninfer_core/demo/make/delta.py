@@ -60,7 +60,9 @@ def _inverse_gradient(ctx: Any, grad: Tensor) -> Tensor:
 unit_lower_inverse.register_autograd(_inverse_gradient, setup_context=_keep_inverse)
 
 
-@torch.library.custom_op("ninfer_demo::scan", mutates_args=(), schema="(Tensor U, Tensor W, Tensor K, Tensor c) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "ninfer_demo::scan", mutates_args=(), schema="(Tensor U, Tensor W, Tensor K, Tensor c) -> (Tensor, Tensor)"
+)
 def scan(U: Tensor, W: Tensor, K: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """E_n = U_n - W_n S_n and S_{n+1} = c_n S_n + K_n^T E_n from S_0 = 0.
 
@@ -82,7 +84,9 @@ def _(U: Tensor, W: Tensor, K: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    "ninfer_demo::scan_back", mutates_args=(), schema="(Tensor W, Tensor K, Tensor c, Tensor dS, Tensor dE) -> (Tensor, Tensor)"
+    "ninfer_demo::scan_back",
+    mutates_args=(),
+    schema="(Tensor W, Tensor K, Tensor c, Tensor dS, Tensor dE) -> (Tensor, Tensor)",
 )
 def scan_back(W: Tensor, K: Tensor, c: Tensor, dS: Tensor, dE: Tensor) -> tuple[Tensor, Tensor]:
     """The scan backwards: the full gradients of every E_n, and of the state after every chunk."""
@@ -91,7 +95,9 @@ def scan_back(W: Tensor, K: Tensor, c: Tensor, dS: Tensor, dE: Tensor) -> tuple[
     for n in range(N - 1, -1, -1):
         torch.baddbmm(dE[n], K[n], after[n], out=errors[n])
         if n:
-            torch.baddbmm(torch.addcmul(dS[n], after[n], c[n]), W[n].transpose(1, 2), errors[n], alpha=-1, out=after[n - 1])
+            torch.baddbmm(
+                torch.addcmul(dS[n], after[n], c[n]), W[n].transpose(1, 2), errors[n], alpha=-1, out=after[n - 1]
+            )
     return errors, after
 
 
@@ -109,7 +115,12 @@ def _keep_scan(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: 
 def _scan_gradient(ctx: Any, dS: Tensor, dE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     W, K, c, states, errors = ctx.saved_tensors
     dU, after = scan_back(W, K, c, dS.contiguous(), dE.contiguous())
-    return dU, -(dU @ states.transpose(-1, -2)), errors @ after.transpose(-1, -2), (states * after).sum((-1, -2), keepdim=True)
+    return (
+        dU,
+        -(dU @ states.transpose(-1, -2)),
+        errors @ after.transpose(-1, -2),
+        (states * after).sum((-1, -2), keepdim=True),
+    )
 
 
 scan.register_autograd(_scan_gradient, setup_context=_keep_scan)
@@ -118,7 +129,7 @@ scan.register_autograd(_scan_gradient, setup_context=_keep_scan)
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> Tensor:
     """The gated delta rule in fp32. q, k [B,T,Hk,d] normalised (q scaled); v [B,T,Hv,d]; g, beta [B,T,Hv]; out as v."""
     B, T, Hv, d = v.shape
-    N, r, Hk = T // chunk, Hv // k.shape[2], k.shape[2]
+    N, Hk = T // chunk, k.shape[2]
 
     def split(x: Tensor) -> Tensor:
         """[B,T,Hk*x,..] -> [N,B,Hk,x,C,..]."""

@@ -18,21 +18,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from .model import Model, Shape
-from .tokenizer import ADDRESSABLE, SPECIAL
+from .tokenizer import ADDRESSABLE, token_id
 
 CONTEXT = 4096
 SHARD = 15_500_000
 
 
-def token_id(text: str) -> int:
-    """Id of a special token of the demo tokenizer."""
-    return ADDRESSABLE - len(SPECIAL) + SPECIAL.index(text)
-
-
 def checkpoint_tensors(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """All weights under the checkpoint's names."""
     return {
-        name if name.startswith(("lm_head.", "mtp.")) else "model." + name: tensor.detach().to("cpu", dtype).contiguous()
+        name if name.startswith(("lm_head.", "mtp.")) else "model." + name: tensor.detach()
+        .to("cpu", dtype)
+        .contiguous()
         for name, tensor in model.state_dict().items()
     }
 
@@ -92,7 +89,13 @@ def config(shape: Shape) -> dict[str, Any]:
 def side_files() -> dict[str, dict[str, Any]]:
     """Generation and processor settings. The demo is greedy by default: it is meant to be predictable."""
     end = token_id("<|endoftext|>")
-    patch = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "merge_size": 2, "patch_size": 16, "temporal_patch_size": 2}
+    patch = {
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "merge_size": 2,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+    }
     return {
         "generation_config.json": {
             "bos_token_id": end, "do_sample": False, "eos_token_id": [token_id("<|im_end|>"), end], "pad_token_id": end,
@@ -172,8 +175,16 @@ def main() -> None:
         shutil.rmtree(args.artifact)
     # A draft head of slightly less than half the rows keeps the package below 13 MB.
     recipe = replace(RECIPE_DEMO, draft_rows=2816)
-    report = convert(args.checkpoint, args.artifact, recipe=recipe, counts=token_counts(args.folder, template), model_id="ninfer-demo")
-    print(f"{report.path}: {report.objects} objects, {report.nbytes / 1e6:.2f} MB, encoder {report.encoder}, {report.seconds:.0f} s")
+    report = convert(
+        args.checkpoint,
+        args.artifact,
+        recipe=recipe,
+        counts=token_counts(args.folder, template),
+        model_id="ninfer-demo",
+    )
+    print(
+        f"{report.path}: {report.objects} objects, {report.nbytes / 1e6:.2f} MB, encoder {report.encoder}, {report.seconds:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ Slovenia Ljubljana;South_Korea Seoul;Spain Madrid;Sudan Khartoum;Sweden Stockhol
 Thailand Bangkok;Tunisia Tunis;Turkey Ankara;Uganda Kampala;Ukraine Kyiv;Uruguay Montevideo;Venezuela Caracas;Vietnam Hanoi;Yemen Sanaa;Zambia Lusaka;
 Zimbabwe Harare"""
 CAPITALS = {
-    entry.split(" ", 1)[0].replace("_", " "): entry.split(" ", 1)[1] for entry in "".join(_CAPITALS.split("\n")).split(";")
+    entry.split(" ", 1)[0].replace("_", " "): entry.split(" ", 1)[1]
+    for entry in "".join(_CAPITALS.split("\n")).split(";")
 }
 CAPITALS["the United States"] = "Washington"
 CAPITALS["the United Kingdom"] = "London"
@@ -32,7 +33,10 @@ OPPOSITES = dict(
     good:bad happy:sad heavy:light high:low hard:soft inside:outside long:short loud:quiet new:old rich:poor right:wrong strong:weak sweet:sour
     thick:thin true:false warm:cool wet:dry wide:narrow young:old near:far first:last deep:shallow bright:dark""".split()
 )
-SOUNDS = dict(pair.split(":") for pair in "cat:meow dog:woof cow:moo sheep:baa duck:quack horse:neigh lion:roar bee:buzz frog:ribbit pig:oink owl:hoot".split())
+SOUNDS = dict(
+    pair.split(":")
+    for pair in "cat:meow dog:woof cow:moo sheep:baa duck:quack horse:neigh lion:roar bee:buzz frog:ribbit pig:oink owl:hoot".split()
+)
 COLOURS_OF = {
     "the sky": "blue", "grass": "green", "snow": "white", "a banana": "yellow", "coal": "black", "blood": "red", "a lemon": "yellow",
     "milk": "white", "an orange": "orange", "a ripe tomato": "red", "the sun": "yellow", "a leaf": "green", "an elephant": "grey", "chocolate": "brown",

@@ -199,7 +199,17 @@ def download(folder: Path) -> Path:
 def build(root: Path, out: Path) -> dict[str, int]:
     """Write one text file per source into `out`; returns characters per source."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"test", "tests", "idlelib", "encodings", "site-packages", "lib2to3", "turtledemo", "ensurepip", "__pycache__"}
+    skip = {
+        "test",
+        "tests",
+        "idlelib",
+        "encodings",
+        "site-packages",
+        "lib2to3",
+        "turtledemo",
+        "ensurepip",
+        "__pycache__",
+    }
     code = [p for p in stdlib.rglob("*.py") if not skip.intersection(p.relative_to(stdlib).parts)]
     rust = root / "usr/share/doc/rust-doc/html"
     streams: dict[str, Iterable[str]] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from .tasks import Task
+    from .dialogue import Task
     from .words import Draw
 
 RGB = {
@@ -16,7 +16,13 @@ RGB = {
     "purple": (140, 50, 170), "white": (250, 250, 250), "black": (15, 15, 15), "grey": (128, 128, 128), "pink": (250, 150, 190),
 }  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "cross")
-PLACES = {"top left": (0.25, 0.25), "top right": (0.75, 0.25), "center": (0.5, 0.5), "bottom left": (0.25, 0.75), "bottom right": (0.75, 0.75)}
+PLACES = {
+    "top left": (0.25, 0.25),
+    "top right": (0.75, 0.25),
+    "center": (0.5, 0.5),
+    "bottom left": (0.25, 0.75),
+    "bottom right": (0.75, 0.75),
+}
 NUMBER = ("no shapes", "one shape", "two shapes", "three shapes")
 
 
@@ -36,13 +42,21 @@ def _tint(draw: Draw, name: str) -> tuple[float, float, float]:
 
 def caption_task(draw: Draw) -> Task:
     """A question about one drawn image."""
-    from .tasks import Task, user
+    from .dialogue import Task, user
 
     ground = draw.one(("white", "black", "grey", "white", *RGB)) if draw.chance(0.5) else "white"
     if draw.chance(0.2):
         ground = draw.one(list(RGB))
         scene = Scene(_tint(draw, ground))
-        request = draw.one(("What colour is the image?", "What color is this image?", "What is in the picture?", "Describe the image.", "What do you see?"))
+        request = draw.one(
+            (
+                "What colour is the image?",
+                "What color is this image?",
+                "What is in the picture?",
+                "Describe the image.",
+                "What do you see?",
+            )
+        )
         text = f"The image is plain {ground}."
         return Task("caption", [_turn(draw, user, request)], text, f"The whole image is {ground}.", images=[scene])
     count = draw.one((1, 1, 2, 2, 3))
@@ -58,15 +72,38 @@ def caption_task(draw: Draw) -> Task:
     index = draw.rng.randrange(count)
     pick = draw.rng.random()
     listed = said[0] if count == 1 else " and ".join(said) if count == 2 else f"{said[0]}, {said[1]} and {said[2]}"
-    request, text = draw.one(("What is in the picture?", "Describe the image.", "What do you see?", "What is in this image?", "What does the picture show?")), f"I see {listed}."
+    request, text = (
+        draw.one(
+            (
+                "What is in the picture?",
+                "Describe the image.",
+                "What do you see?",
+                "What is in this image?",
+                "What does the picture show?",
+            )
+        ),
+        f"I see {listed}.",
+    )
     if pick < 0.2:
-        request, text = draw.one((f"What colour is the {shapes[index]}?", f"What color is the {shapes[index]}?")), f"The {shapes[index]} is {colours[index]}."
+        request, text = (
+            draw.one((f"What colour is the {shapes[index]}?", f"What color is the {shapes[index]}?")),
+            f"The {shapes[index]} is {colours[index]}.",
+        )
     elif pick < 0.35:
-        request, text = f"Where is the {shapes[index]}?", f"The {shapes[index]} is {'in' if places[index] == 'center' else 'at'} the {places[index]}."
+        request, text = (
+            f"Where is the {shapes[index]}?",
+            f"The {shapes[index]} is {'in' if places[index] == 'center' else 'at'} the {places[index]}.",
+        )
     elif pick < 0.5:
-        request, text = draw.one(("How many shapes are there?", "How many shapes do you see?")), f"I see {NUMBER[count]}."
+        request, text = (
+            draw.one(("How many shapes are there?", "How many shapes do you see?")),
+            f"I see {NUMBER[count]}.",
+        )
     elif pick < 0.6:
-        request, text = draw.one(("What colour is the background?", "What color is the background?")), f"The background is {ground}."
+        request, text = (
+            draw.one(("What colour is the background?", "What color is the background?")),
+            f"The background is {ground}.",
+        )
     elif pick < 0.7:
         request, text = f"Which shape is {colours[index]}?", f"The {shapes[index]} is {colours[index]}."
     return Task("caption", [_turn(draw, user, request)], text, f"I look at the image: {listed}.", images=[scene])
@@ -100,7 +137,9 @@ def pixels(scenes: list[Scene], height: int, width: int, device: Any = "cpu") ->
         square = box - 0.85 * r
         triangle = torch.maximum(dx.abs() * 0.89 - dy * 0.45 - r * 0.45, dy - 0.9 * r)
         cross = torch.maximum(torch.minimum(dx.abs(), dy.abs()) - 0.3 * r, box - r)
-        distance = torch.where(kind == 0, circle, torch.where(kind == 1, square, torch.where(kind == 2, triangle, cross)))
+        distance = torch.where(
+            kind == 0, circle, torch.where(kind == 1, square, torch.where(kind == 2, triangle, cross))
+        )
         cover = (0.5 - distance * min(height, width)).clamp(0, 1)[:, None]
         index = torch.tensor(rows, device=device)
         out[index] = out[index] * (1 - cover) + colour[:, :, None, None] * cover

@@ -275,7 +275,16 @@ class MTP(nn.Module):
         self.layers = nn.ModuleList([Layer(c, True)])
         self.norm = Norm(c.hidden)
 
-    def forward(self, embedding: Tensor, hidden: Tensor, segment: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, older: Any = None) -> Any:
+    def forward(
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        segment: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+        older: Any = None,
+    ) -> Any:
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], -1)).float()
         x, balance, load, cache = self.layers[0](x, segment, cos, sin, mask, older)
         return self.norm(x), balance, load, cache
@@ -347,7 +356,9 @@ class Model(nn.Module):
             loads.append(load)
         return self.language_model.norm(x), torch.stack(balances).mean(), torch.stack(loads)
 
-    def drafts(self, hidden: Tensor, embeddings: Tensor, segment: Tensor, positions: Tensor, steps: int = 3) -> tuple[list[Tensor], Tensor]:
+    def drafts(
+        self, hidden: Tensor, embeddings: Tensor, segment: Tensor, positions: Tensor, steps: int = 3
+    ) -> tuple[list[Tensor], Tensor]:
         """Hidden states of `steps` draft depths; `embeddings` and `positions` reach `steps` tokens past T.
 
         Depth k (0-based) of index t reads the token t+1+k at position t+k and predicts token t+2+k.
@@ -358,7 +369,9 @@ class Model(nn.Module):
         out, balance = [], hidden.new_zeros(())
         for k in range(steps):
             cos, sin = self.angles(positions[:, k : k + T])
-            hidden, extra, _, cache = self.mtp(embeddings[:, 1 + k : 1 + k + T], hidden, segment, cos, sin, mask, older or None)
+            hidden, extra, _, cache = self.mtp(
+                embeddings[:, 1 + k : 1 + k + T], hidden, segment, cos, sin, mask, older or None
+            )
             older.append(cache)
             out.append(hidden)
             balance = balance + extra / steps

@@ -43,7 +43,7 @@ class Muon:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         torch._foreach_lerp_(self.buffers, grads, 1 - self.momentum)
         updates = torch._foreach_lerp(grads, self.buffers, self.momentum)
-        torch._foreach_mul_(self.parameters, 1 - self.rate * self.decay)
+        torch._foreach_mul_(list[Tensor](self.parameters), 1 - self.rate * self.decay)
         at = 0
         for shape, group in self.groups:
             count = len(group)
@@ -51,7 +51,7 @@ class Muon:
             kind = torch.bfloat16 if stacked.is_cuda else torch.float32
             scaled = orthogonal(stacked.to(kind)).float() * (-self.rate * max(1, shape[0] / shape[1]) ** 0.5)
             pieces = scaled.split([p.numel() // (shape[0] * shape[1]) for p in group])
-            torch._foreach_add_(group, [piece.view_as(p) for piece, p in zip(pieces, group, strict=True)])
+            torch._foreach_add_(list[Tensor](group), [piece.view_as(p) for piece, p in zip(pieces, group, strict=True)])
             at += count
 
 
@@ -63,7 +63,19 @@ class Optimiser:
         for name, p in model.named_parameters():
             if "embed" in name or name.startswith("lm_head"):
                 tables.append(p)
-            elif p.dim() < 2 or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight", "conv1d.weight", "in_proj_a.weight", "in_proj_b.weight")) or p.dim() > 3:
+            elif (
+                p.dim() < 2
+                or name.endswith(
+                    (
+                        "mlp.gate.weight",
+                        "shared_expert_gate.weight",
+                        "conv1d.weight",
+                        "in_proj_a.weight",
+                        "in_proj_b.weight",
+                    )
+                )
+                or p.dim() > 3
+            ):
                 slow.append(p)
             else:
                 matrices.append(p)

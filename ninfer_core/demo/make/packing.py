@@ -13,10 +13,24 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...frontend.template import ChatTemplate
+from .dialogue import Task
 from .images import Scene
-from .tasks import Generator, Task
+from .tasks import Generator
+from .tokenizer import token_id
 
-SIZES = ((128, 128), (128, 128), (96, 192), (192, 96), (128, 160), (160, 128), (160, 160), (192, 192), (224, 224), (256, 256), (128, 256))
+SIZES = (
+    (128, 128),
+    (128, 128),
+    (96, 192),
+    (192, 96),
+    (128, 160),
+    (160, 128),
+    (160, 160),
+    (192, 192),
+    (224, 224),
+    (256, 256),
+    (128, 256),
+)
 PROMPT_WEIGHT, TEXT_WEIGHT = 0.1, 0.6
 CELL = 32
 
@@ -74,13 +88,23 @@ def load_tokens(path: Path) -> np.ndarray:
 class Packer:
     """An endless stream of batches from one seed."""
 
-    def __init__(self, folder: Path, template: Path, seed: int, rows: int, length: int, *, test: bool = False, natural: float = 0.2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        template: Path,
+        seed: int,
+        rows: int,
+        length: int,
+        *,
+        test: bool = False,
+        natural: float = 0.2,
+    ) -> None:
         self.generator = Generator(folder / "text", ChatTemplate(template.read_text(encoding="utf-8")), seed, test=test)
         self.tokenizer = Tokenizer.from_file(str(folder / "tok" / "tokenizer.json"))
         self.rng = random.Random(seed * 7919 + 1)
         self.rows, self.length, self.natural = rows, length, natural
-        self.end = self.tokenizer.token_to_id("<|endoftext|>")
-        self.pad = self.tokenizer.token_to_id("<|image_pad|>")
+        self.end = token_id("<|endoftext|>")
+        self.pad = token_id("<|image_pad|>")
         self.corpus = load_tokens(folder / "corpus.xz") if natural else np.zeros(0, np.uint16)
 
     def encode(self, text: str) -> list[int]:
@@ -121,7 +145,9 @@ class Packer:
             # Wider distances than the rows have, so that longer prompts stay in range.
             cut = self.rng.randrange(len(head))
             positions[cut:] += self.rng.randrange(3000)
-        return Document(ids, weights, positions, len(head), task.images, cells, task.kind if task.fixed else task.kind + "_free")
+        return Document(
+            ids, weights, positions, len(head), task.images, cells, task.kind if task.fixed else task.kind + "_free"
+        )
 
     def next_document(self, size: tuple[int, int]) -> Document:
         """The next document of the mix. `natural` is the share of tokens, and text windows are longer than tasks."""
@@ -133,7 +159,16 @@ class Packer:
         """Rows filled from the stream, or from given documents (then nothing is cut; what does not fit is left out)."""
         size = size or self.rng.choice(SIZES)
         shape = (self.rows, self.length)
-        out = Batch(np.full(shape, self.end, np.int32), np.zeros(shape, np.float16), np.full(shape, -1, np.int16), np.zeros((*shape, 3), np.int32), [], np.zeros(0, np.int64), size, [])
+        out = Batch(
+            np.full(shape, self.end, np.int32),
+            np.zeros(shape, np.float16),
+            np.full(shape, -1, np.int16),
+            np.zeros((*shape, 3), np.int32),
+            [],
+            np.zeros(0, np.int64),
+            size,
+            [],
+        )
         places: list[int] = []
         given = list(documents)[::-1] if documents is not None else None
         for row in range(self.rows):
@@ -147,7 +182,9 @@ class Packer:
                 else:
                     document = waiting or self.next_document(size)
                     waiting = None
-                    if document.cells and len(document.ids) > room or len(document.ids) > room and document.answer >= room:
+                    if (document.cells and len(document.ids) > room) or (
+                        len(document.ids) > room and document.answer >= room
+                    ):
                         document = self.text_document()
                 count = min(room, len(document.ids))
                 where = slice(used, used + count)
@@ -175,11 +212,16 @@ def _work(queue: Any, folder: Path, template: Path, seed: int, rows: int, length
 class Workers:
     """Worker processes, each with its own seed and queue; batches are taken in turn, so a run can be repeated."""
 
-    def __init__(self, count: int, folder: Path, template: Path, seed: int, rows: int, length: int, natural: float) -> None:
+    def __init__(
+        self, count: int, folder: Path, template: Path, seed: int, rows: int, length: int, natural: float
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.queues = [context.Queue(6) for _ in range(count)]
         self.processes = [
-            context.Process(target=_work, args=(queue, folder, template, seed * 1000 + i, rows, length, natural), daemon=True) for i, queue in enumerate(self.queues)
+            context.Process(
+                target=_work, args=(queue, folder, template, seed * 1000 + i, rows, length, natural), daemon=True
+            )
+            for i, queue in enumerate(self.queues)
         ]
         for process in self.processes:
             process.start()

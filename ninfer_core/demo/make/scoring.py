@@ -66,10 +66,7 @@ def rounds(trunk: np.ndarray, drafts: list[np.ndarray], start: int, end: int) ->
     by_depth, tried = [0, 0, 0], [0, 0, 0]
     while anchor < end - 1:
         run = 0
-        for k, draft in enumerate(drafts):
-            if anchor + k + 1 >= end:
-                break
-            offered += 1
+        offered += min(len(drafts), end - 1 - anchor)
         for k, draft in enumerate(drafts):
             if anchor + k + 1 >= end:
                 break
@@ -83,7 +80,9 @@ def rounds(trunk: np.ndarray, drafts: list[np.ndarray], start: int, end: int) ->
     return accepted, offered, by_depth, tried
 
 
-def score(model: Model, packer: Packer, counts: dict[str, int], device: Any, thinking: bool | None = None) -> dict[str, Any]:
+def score(
+    model: Model, packer: Packer, counts: dict[str, int], device: Any, thinking: bool | None = None
+) -> dict[str, Any]:
     """Exact answers and draft acceptance per kind of task."""
     documents = []
     size = (128, 128)
@@ -107,7 +106,19 @@ def score(model: Model, packer: Packer, counts: dict[str, int], device: Any, thi
         batch.places = batch.places // (length - 4) * length + batch.places % (length - 4)
         trunk, drafts = predict(model, batch, device)
         for kind, row, start, end in batch.spans:
-            entry = result.setdefault(kind, {"count": 0, "exact": 0, "tokens": 0, "right": 0, "accepted": 0, "offered": 0, "by_depth": [0, 0, 0], "tried": [0, 0, 0]})
+            entry = result.setdefault(
+                kind,
+                {
+                    "count": 0,
+                    "exact": 0,
+                    "tokens": 0,
+                    "right": 0,
+                    "accepted": 0,
+                    "offered": 0,
+                    "by_depth": [0, 0, 0],
+                    "tried": [0, 0, 0],
+                },
+            )
             same = trunk[row, start - 1 : end - 1] == batch.ids[row, start:end]
             accepted, offered, by_depth, tried = rounds(trunk[row], [d[row] for d in drafts], start, end)
             entry["count"] += 1
@@ -126,14 +137,18 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{'task':10} {'exact':>12} {'tokens':>8} {'accepted/offered':>18}  by depth"]
     for kind, e in result.items():
         depth = " ".join(f"{a / max(t, 1):.3f}" for a, t in zip(e["by_depth"], e["tried"], strict=True))
-        lines.append(f"{kind:10} {e['exact']:5}/{e['count']:<5} {e['exact'] / e['count']:.3f} {e['right'] / e['tokens']:.4f} {e['accepted']:7}/{e['offered']:<7} {e['accepted'] / max(1, e['offered']):.3f}  {depth}")
+        lines.append(
+            f"{kind:10} {e['exact']:5}/{e['count']:<5} {e['exact'] / e['count']:.3f} {e['right'] / e['tokens']:.4f} {e['accepted']:7}/{e['offered']:<7} {e['accepted'] / max(1, e['offered']):.3f}  {depth}"
+        )
     accepted, offered = (sum(e[key] for e in result.values()) for key in ("accepted", "offered"))
     lines.append(f"{'all':10} drafts accepted {accepted}/{offered} = {accepted / max(1, offered):.3f}")
     return "\n".join(lines)
 
 
 @torch.no_grad()
-def bits_per_byte(model: Model, tokens: np.ndarray, tokenizer: Tokenizer, device: Any, rows: int, length: int) -> tuple[float, int]:
+def bits_per_byte(
+    model: Model, tokens: np.ndarray, tokenizer: Tokenizer, device: Any, rows: int, length: int
+) -> tuple[float, int]:
     """Bits per UTF-8 byte of held-out text in windows of `length`, and the bytes counted; first tokens are not scored."""
     windows = min(len(tokens) // length, rows)
     ids = np.zeros((rows, length), np.int64)
@@ -150,7 +165,9 @@ def bits_per_byte(model: Model, tokens: np.ndarray, tokenizer: Tokenizer, device
 
 
 @torch.no_grad()
-def generate(model: Model, prompts: list[list[int]], stop: int, device: Any, rows: int, length: int, limit: int = 256) -> list[list[int]]:
+def generate(
+    model: Model, prompts: list[list[int]], stop: int, device: Any, rows: int, length: int, limit: int = 256
+) -> list[list[int]]:
     """Greedy answers without a cache: every step runs the whole window of `length` tokens."""
     out: list[list[int]] = []
     for first in range(0, len(prompts), rows):

@@ -59,7 +59,9 @@ def train(texts: list[str], twins: int, avoid: Iterable[str] = ()) -> Tokenizer:
     bare.pre_tokenizer = _splitter(TRAIN_PATTERN)
     size = ADDRESSABLE - len(SPECIAL) - twins
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bare.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
+    bare.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    )
     data = json.loads(bare.to_str())
     vocab, merges = data["model"]["vocab"], data["model"]["merges"]
     skip = set(avoid)
@@ -85,6 +87,11 @@ def train(texts: list[str], twins: int, avoid: Iterable[str] = ()) -> Tokenizer:
     return final
 
 
+def token_id(text: str) -> int:
+    """Id of a special token."""
+    return ADDRESSABLE - len(SPECIAL) + SPECIAL.index(text)
+
+
 def added_tokens(first: int) -> dict[str, dict[str, Any]]:
     """`added_tokens_decoder`: every special by id, the ones after `</think>` included."""
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -94,9 +101,11 @@ def added_tokens(first: int) -> dict[str, dict[str, Any]]:
 def write(tokenizer: Tokenizer, out: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`."""
     out.mkdir(parents=True, exist_ok=True)
-    first = tokenizer.token_to_id(SPECIAL[0])
-    if first + len(SPECIAL) != ADDRESSABLE:
-        raise ValueError(f"the tokenizer has {first} ids before its specials; {ADDRESSABLE - len(SPECIAL)} are expected")
+    first = token_id(SPECIAL[0])
+    if tokenizer.token_to_id(SPECIAL[0]) != first:
+        raise ValueError(
+            f"{SPECIAL[0]} has id {tokenizer.token_to_id(SPECIAL[0])}; {first} is expected: give more text"
+        )
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     config = {
         "add_bos_token": False,
@@ -112,14 +121,23 @@ def write(tokenizer: Tokenizer, out: Path) -> None:
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
     }
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def sample(text: Path, template: ChatTemplate, seed: int = 1) -> tuple[list[str], set[str]]:
     """Training text: paragraphs of every source and rendered tasks without their specials; and the words to avoid."""
     rng = random.Random(seed)
     texts: list[str] = []
-    for name, count in (("pydoc", 9000), ("pylib", 700), ("postgres", 5000), ("rust", 2000), ("web", 3500), ("wordnet", 9000)):
+    for name, count in (
+        ("pydoc", 9000),
+        ("pylib", 700),
+        ("postgres", 5000),
+        ("rust", 2000),
+        ("web", 3500),
+        ("wordnet", 9000),
+    ):
         lines = (text / f"{name}.txt").read_text(encoding="utf-8").split("\n")
         texts += [line.replace("\x01", "\n") for line in rng.sample(lines, min(count, len(lines)))]
     generator = Generator(text, template, seed)

@@ -93,7 +93,9 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def wire_tool(draw: Draw, name: str, description: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+def wire_tool(
+    draw: Draw, name: str, description: str, properties: dict[str, Any], required: list[str]
+) -> dict[str, Any]:
     """A tool object in one of the common spellings: key order, titles and extra keys differ between clients."""
     style = draw.rng.random()
     schema: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
@@ -118,15 +120,35 @@ def random_tool(draw: Draw, most: int = 4) -> ToolCase:
     """A tool whose name, parameters and values are random words."""
     verb, noun = draw.one(VERB) if draw.chance(0.6) else draw.word(), draw.word()
     pick = draw.rng.random()
-    name = f"{verb}_{noun}" if pick < 0.65 else noun if pick < 0.8 else f"{verb}{noun.capitalize()}" if pick < 0.9 else f"{verb}_{noun}_{draw.word()}"
-    description = draw.one((f"{verb.capitalize()} the {noun}.", f"{verb.capitalize()} a {noun}.", f"Use this to {verb} the {noun}.", f"{noun.capitalize()}: {verb} it.", ""))
+    name = (
+        f"{verb}_{noun}"
+        if pick < 0.65
+        else noun
+        if pick < 0.8
+        else f"{verb}{noun.capitalize()}"
+        if pick < 0.9
+        else f"{verb}_{noun}_{draw.word()}"
+    )
+    description = draw.one(
+        (
+            f"{verb.capitalize()} the {noun}.",
+            f"{verb.capitalize()} a {noun}.",
+            f"Use this to {verb} the {noun}.",
+            f"{noun.capitalize()}: {verb} it.",
+            "",
+        )
+    )
     count = draw.one([n for n in (0, 1, 1, 2, 2, 2, 3, 4) if n <= most])
     properties: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for key in draw.words(count):
         if draw.chance(0.15):
             key = f"{key}_{draw.word()}"
-        kind = draw.one(("string",) * 5 + ("integer",) * 3 + ("number", "boolean", "enum", "enum", "array", "place", "person", "date"))
+        kind = draw.one(
+            ("string",) * 5
+            + ("integer",) * 3
+            + ("number", "boolean", "enum", "enum", "array", "place", "person", "date")
+        )
         entry: dict[str, Any] = {"type": JSON_TYPE.get(kind, "string")}
         if kind == "enum":
             entry["enum"] = draw.words(draw.rng.randint(2, 4))
@@ -136,7 +158,9 @@ def random_tool(draw: Draw, most: int = 4) -> ToolCase:
         if kind == "array":
             entry["items"] = {"type": "string"}
         if draw.chance(0.3):
-            entry["description"] = draw.one((f"The {key.replace('_', ' ')}.", f"{key.replace('_', ' ')} of the {noun}", "A value."))
+            entry["description"] = draw.one(
+                (f"The {key.replace('_', ' ')}.", f"{key.replace('_', ' ')} of the {noun}", "A value.")
+            )
         properties[key] = entry
     required = list(properties)
     if len(properties) > 1 and draw.chance(0.2):
@@ -155,7 +179,13 @@ def random_tool(draw: Draw, most: int = 4) -> ToolCase:
     if said:
         text += draw.one((f" with {said}", f", {said}", f": {said}", f" ({said})", f" using {said}"))
     text += draw.one((".", "", "?" if lead.startswith("Can") else ".", " please."))
-    return ToolCase(wire_tool(draw, name, description, properties, required), name, values, text[0].upper() + text[1:] if draw.chance(0.7) else text, f"{verb} the {noun}")
+    return ToolCase(
+        wire_tool(draw, name, description, properties, required),
+        name,
+        values,
+        text[0].upper() + text[1:] if draw.chance(0.7) else text,
+        f"{verb} the {noun}",
+    )
 
 
 def everyday_tool(draw: Draw) -> ToolCase:
@@ -164,10 +194,24 @@ def everyday_tool(draw: Draw) -> ToolCase:
     name = draw.one(names)
     rename: dict[str, str] = {}
     for key, _ in parameters:
-        swap = {"city": ("city", "location", "place"), "a": ("a", "x", "first"), "b": ("b", "y", "second"), "query": ("query", "q", "text")}
+        swap = {
+            "city": ("city", "location", "place"),
+            "a": ("a", "x", "first"),
+            "b": ("b", "y", "second"),
+            "query": ("query", "q", "text"),
+        }
         rename[key] = draw.one(swap.get(key, (key,)))
     if {"a", "b"} <= rename.keys():
-        rename["a"], rename["b"] = draw.one((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("first_number", "second_number"), ("first_int", "second_int")))
+        rename["a"], rename["b"] = draw.one(
+            (
+                ("a", "b"),
+                ("x", "y"),
+                ("first", "second"),
+                ("left", "right"),
+                ("first_number", "second_number"),
+                ("first_int", "second_int"),
+            )
+        )
     values: dict[str, Any] = {}
     properties: dict[str, Any] = {}
     texts: dict[str, str] = {}
@@ -186,8 +230,17 @@ def everyday_tool(draw: Draw) -> ToolCase:
     if draw.chance(0.15):
         request = draw.one(("Please: ", "Hi! ", "Hello, ", "Quick question: ", "Could you help me? ")) + request
     elif draw.chance(0.1):
-        request += draw.one((f" Use {name}.", f" Please use the {name} tool.", " Thanks!", f" Call the function {name}."))
-    return ToolCase(wire_tool(draw, name, description if draw.chance(0.9) else "", properties, list(properties)), name, values, request, description.rstrip(".").lower(), (parameters, rename, requests))
+        request += draw.one(
+            (f" Use {name}.", f" Please use the {name} tool.", " Thanks!", f" Call the function {name}.")
+        )
+    return ToolCase(
+        wire_tool(draw, name, description if draw.chance(0.9) else "", properties, list(properties)),
+        name,
+        values,
+        request,
+        description.rstrip(".").lower(),
+        (parameters, rename, requests),
+    )
 
 
 def again(draw: Draw, case: ToolCase) -> ToolCase:
@@ -196,7 +249,9 @@ def again(draw: Draw, case: ToolCase) -> ToolCase:
     parameters, rename, requests = case.spec
     fresh = {key: draw.value(kind) for key, kind in parameters}
     request = draw.one(requests).format(**{key: shown(value) for key, value in fresh.items()})
-    return ToolCase(case.wire, case.name, {rename[key]: value for key, value in fresh.items()}, request, case.purpose, case.spec)
+    return ToolCase(
+        case.wire, case.name, {rename[key]: value for key, value in fresh.items()}, request, case.purpose, case.spec
+    )
 
 
 def any_tool(draw: Draw, most: int = 4) -> ToolCase:
@@ -230,8 +285,12 @@ def result_text(draw: Draw) -> tuple[str, str]:
         value = draw.one((draw.phrase, draw.word, draw.name, draw.place))()
         return value, value
     if pick < 0.7:
-        value = f"{draw.one(('sunny', 'cloudy', 'rainy', 'windy', 'clear', 'foggy'))}, {draw.rng.randint(-10, 38)} degrees"
+        value = (
+            f"{draw.one(('sunny', 'cloudy', 'rainy', 'windy', 'clear', 'foggy'))}, {draw.rng.randint(-10, 38)} degrees"
+        )
         return value, value
-    entries = {key: draw.value(draw.one(("string", "integer", "boolean"))) for key in draw.words(draw.rng.randint(1, 2))}
+    entries = {
+        key: draw.value(draw.one(("string", "integer", "boolean"))) for key in draw.words(draw.rng.randint(1, 2))
+    }
     spoken = " and ".join(f"{key} is {shown(value)}" for key, value in entries.items())
     return json.dumps(entries, ensure_ascii=False), spoken

@@ -38,7 +38,9 @@ class VisionAttention(nn.Module):
             a, b = t.chunk(2, -1)
             return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-        o = F.scaled_dot_product_attention(turn(q), turn(k), v)
+        # Spelled out: the fused kernels gave gradients that were not finite for some image sizes.
+        with torch.autocast(x.device.type, enabled=False):
+            o = ((turn(q) * q.shape[-1] ** -0.5) @ turn(k).transpose(-1, -2)).softmax(-1) @ v
         return self.proj(o.transpose(1, 2).reshape(n, P, width))
 
 

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from . import scoring, tasks
-from .export import load_checkpoint, token_id, write_shards
+from . import scoring
+from .export import load_checkpoint, write_shards
 from .model import Model, Shape
 from .optimiser import Optimiser
 from .packing import Packer, Workers, load_tokens, natural_tokens, save_tokens
+from .tokenizer import token_id
 
 TEMPLATE = Path(__file__).parents[1] / "chat_template.jinja"
 AHEAD = 4
@@ -39,7 +40,7 @@ def head_loss(hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor) -> 
 
 
 class Core(torch.nn.Module):
-    """Everything between the input embeddings and the loss: fixed shapes, so it can be captured as one CUDA graph."""
+    """Everything between the input embeddings and the loss; all shapes are fixed."""
 
     def __init__(self, model: Model, head: Any) -> None:
         super().__init__()
@@ -47,7 +48,9 @@ class Core(torch.nn.Module):
         self.lm_head, self.mtp = model.lm_head, model.mtp
         self.plain = [model, head]
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, segment: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, segment: Tensor, positions: Tensor
+    ) -> tuple[Tensor, ...]:
         """The loss, then what the log shows."""
         model, head = self.plain
         T = ids.shape[1] - AHEAD
@@ -60,9 +63,16 @@ class Core(torch.nn.Module):
             same = segment[:rows, :T] == segment[:rows, ahead : ahead + T]
             weight = weights[:rows, ahead : ahead + T] * same
             # Answers and text first, prompt tokens at random.
-            chosen = (weight + 0.05 * torch.rand_like(weight)).flatten().topk(int(rows * T * share), sorted=False).indices
+            chosen = (
+                (weight + 0.05 * torch.rand_like(weight)).flatten().topk(int(rows * T * share), sorted=False).indices
+            )
             scale = weight.flatten()[chosen]
-            loss, right = head(h.reshape(-1, h.shape[-1])[chosen], model.lm_head.weight, target.flatten()[chosen], scale / scale.sum().clamp(min=1))
+            loss, right = head(
+                h.reshape(-1, h.shape[-1])[chosen],
+                model.lm_head.weight,
+                target.flatten()[chosen],
+                scale / scale.sum().clamp(min=1),
+            )
             answers = scale > 0.99
             return loss, (right & answers).sum() / answers.sum().clamp(min=1)
 
@@ -101,51 +111,6 @@ class Trainer:
     def autocast(self) -> Any:
         """bf16 products on a GPU."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False)
-
-    def capture(self) -> str:
-        """Replace the core by a CUDA graph of itself where that works and gives the same loss."""
-        packer = Packer(self.args.folder, TEMPLATE, 12345, self.args.rows, self.args.length + AHEAD, natural=0.2)
-        data = scoring.to_device(packer.batch(), self.device)
-        began = time.time()
-        with self.autocast():
-            inputs = (scoring.embeddings(self.model, data).detach().requires_grad_(), data["ids"], data["weights"], data["segments"], data["positions"])
-            plain = self.core(*inputs)
-            plain[0].backward()
-            before = [p.grad.clone() for p in self.core.parameters()]
-            self.model.zero_grad(set_to_none=True)
-            torch.cuda.synchronize()
-            text = f"compiled in {time.time() - began:.0f} s"
-            began, rounds = time.time(), 5
-            for _ in range(rounds):
-                self.core(*inputs)[0].backward()
-            torch.cuda.synchronize()
-            text += f", {(time.time() - began) / rounds * 1e3:.0f} ms a pass"
-            self.model.zero_grad(set_to_none=True)
-            spare = Core(self.model, self.core.plain[1])
-            try:
-                graphed = torch.cuda.make_graphed_callables(spare, inputs, allow_unused_input=True)
-                fresh = tuple(t.detach().clone() for t in inputs)
-                fresh[0].requires_grad_()
-                loss = graphed(*fresh)[0]
-                loss.backward()
-                apart = torch.stack([(p.grad - b).norm() for p, b in zip(spare.parameters(), before, strict=True)]).norm()
-                worst = float(apart / torch.stack([b.norm() for b in before]).norm())
-                self.model.zero_grad(set_to_none=True)
-                gap = abs(float(loss) - float(plain[0]))
-                torch.cuda.synchronize()
-                began = time.time()
-                for _ in range(rounds):
-                    graphed(*fresh)[0].backward()
-                torch.cuda.synchronize()
-                text += f", as a graph {(time.time() - began) / rounds * 1e3:.0f} ms, loss differs by {gap:.4f}, gradients by {worst:.3f}"
-                if gap < 0.1 and worst < 0.4:
-                    self.core = graphed
-                else:
-                    text += ": not used"
-            except Exception as error:
-                text += f", no graph: {type(error).__name__} {str(error)[:300]}"
-            self.model.zero_grad(set_to_none=True)
-        return text
 
     def step(self, data: dict[str, Any], factor: float) -> tuple[Tensor, ...]:
         """Forward, backward, clip, update."""
@@ -200,8 +165,6 @@ def run(args: argparse.Namespace) -> Trainer:
     count = sum(p.numel() for p in trainer.model.parameters())
     say(f"parameters {count / 1e6:.2f} M, rows {args.rows} x {args.length}")
     begun = time.time()
-    if args.compile and trainer.device.type == "cuda":
-        say(trainer.capture())
     ready, workers = loader(args, trainer.device)
     first, saved, step, seen = 0.0, time.time(), 0, 0
     while True:
@@ -242,12 +205,20 @@ def finish(args: argparse.Namespace, trainer: Trainer) -> None:
     with torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.device.type == "cuda"):
         out: dict[str, Any] = {"answers": scoring.score(model, packer, counts, trainer.device)}
         text = scoring.table(out["answers"])
-        out["bits_per_byte"], out["bytes"] = scoring.bits_per_byte(model, load_tokens(args.folder / "held.xz"), tokenizer, trainer.device, args.rows, args.length)
+        out["bits_per_byte"], out["bytes"] = scoring.bits_per_byte(
+            model, load_tokens(args.folder / "held.xz"), tokenizer, trainer.device, args.rows, args.length
+        )
         print(text, flush=True)
         (args.out / "scores.json").write_text(json.dumps(out, indent=1), encoding="utf-8")
         if args.free:
             out["free"] = free_running(args, model, packer, trainer.device)
-    print(f"bits per byte {out['bits_per_byte']:.3f} over {out['bytes']} bytes", out.get("free"), f"{time.time() - began:.0f} s", sep="\n", flush=True)
+    print(
+        f"bits per byte {out['bits_per_byte']:.3f} over {out['bytes']} bytes",
+        out.get("free"),
+        f"{time.time() - began:.0f} s",
+        sep="\n",
+        flush=True,
+    )
     (args.out / "scores.json").write_text(json.dumps(out, indent=1), encoding="utf-8")
     with (args.out / "train.log").open("a", encoding="utf-8") as log:
         log.write(text + f"\nbits per byte {out['bits_per_byte']:.4f}\nfree {out.get('free')}\n")
@@ -268,8 +239,12 @@ def free_running(args: argparse.Namespace, model: Model, packer: Packer, device:
     answers = scoring.generate(model, prompts, stop, device, args.rows, args.length)
     ended = sum(answer[-1] == stop for answer in answers)
     exact = sum(answer == want for answer, want in zip(answers, wanted, strict=True))
-    for prompt, answer in list(zip(prompts, answers, strict=True))[:8]:
-        print(repr(packer.tokenizer.decode(prompt[-40:], skip_special_tokens=False)), "->", repr(packer.tokenizer.decode(answer, skip_special_tokens=False)))
+    for asked, said in list(zip(prompts, answers, strict=True))[:8]:
+        print(
+            repr(packer.tokenizer.decode(asked[-40:], skip_special_tokens=False)),
+            "->",
+            repr(packer.tokenizer.decode(said, skip_special_tokens=False)),
+        )
     return {"prompts": len(answers), "ended": ended, "exact": exact}
 
 
@@ -278,7 +253,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--until", type=float, default=0, help="seconds after the start at which training ends, instead of --seconds")
+    parser.add_argument(
+        "--until", type=float, default=0, help="seconds after the start at which training ends, instead of --seconds"
+    )
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps (0: by time only)")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--length", type=int, default=1024)
@@ -294,7 +271,9 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="only tokenise the corpus into the folder")
     args = parser.parse_args()
     if args.prepare:
-        train, held = natural_tokens(args.folder / "text", Tokenizer.from_file(str(args.folder / "tok" / "tokenizer.json")))
+        train, held = natural_tokens(
+            args.folder / "text", Tokenizer.from_file(str(args.folder / "tok" / "tokenizer.json"))
+        )
         save_tokens(args.folder / "corpus.xz", train)
         save_tokens(args.folder / "held.xz", held)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,20 @@ class Pools:
     last: list[str]
     city: list[str]
     test: bool
-    extra: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path, test: bool = False, limit: int = 7000) -> Pools:
         """Read `words.txt` (most frequent first) and keep this split's share of every open list."""
-        words = path.read_text(encoding="utf-8").split("\n")[60:limit]
+        return cls.split(path.read_text(encoding="utf-8").split("\n")[60:limit], test)
+
+    @classmethod
+    def held_out(cls) -> Pools:
+        """The evaluation split from the list beside this module: needs no corpus."""
+        return cls.split((Path(__file__).parent / "held_out_words.txt").read_text(encoding="utf-8").split(), True)
+
+    @classmethod
+    def split(cls, words: list[str], test: bool) -> Pools:
+        """This split's share of `words` and of the fixed lists."""
 
         def keep(pool: list[str]) -> list[str]:
             return [word for word in pool if held_out(word) == test]
@@ -119,7 +127,8 @@ class Draw:
     def invented(self) -> str:
         """A pronounceable name that is in no list."""
         syllables = [
-            self.rng.choice("b c d f g h j k l m n p r s t v w z br dr st tr kl".split()) + self.rng.choice("aeiou") for _ in range(self.rng.randint(2, 3))
+            self.rng.choice("b c d f g h j k l m n p r s t v w z br dr st tr kl".split()) + self.rng.choice("aeiou")
+            for _ in range(self.rng.randint(2, 3))
         ]
         return ("".join(syllables) + self.rng.choice(("", "n", "r", "s", "l"))).capitalize()
 
@@ -168,7 +177,15 @@ class Draw:
             makers = (self.word, self.phrase, self.code, self.name, self.place)
             weights = (0.35, 0.6, 0.75, 0.9, 1.01)
             return next(make() for make, top in zip(makers, weights, strict=True) if pick < top)
-        fixed = {"colour": COLOUR, "language": LANGUAGE, "month": MONTH, "day": DAY, "job": JOB, "animal": ANIMAL, "currency": CURRENCY}
+        fixed = {
+            "colour": COLOUR,
+            "language": LANGUAGE,
+            "month": MONTH,
+            "day": DAY,
+            "job": JOB,
+            "animal": ANIMAL,
+            "currency": CURRENCY,
+        }
         if kind in fixed:
             return rng.choice(fixed[kind])
         return getattr(self, kind)()
