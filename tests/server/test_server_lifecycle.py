@@ -201,6 +201,25 @@ def test_a_deadline_is_an_error_never_a_success(serve: Any) -> None:
     assert lines[-2] == "event: error"
 
 
+def test_waiting_has_a_limit_too(serve: Any) -> None:
+    gate = threading.Event()
+    engine = ScriptedEngine(Script([Wait(gate), "ok</think>done"], burst=99), max_sequences=1)
+    server = serve(engine, queue_timeout=0.2)
+    first = raw_request(server, "/v1/chat/completions", STREAMS["/v1/chat/completions"])
+    assert wait_for(lambda: engine.stats()["running"] == 1)
+    answer = server.post("/v1/chat/completions", {"messages": USER})
+    assert answer.status_code == 503 and "0.2 s in the queue" in answer.json()["error"]["message"]
+    assert "server busy" in json.loads(server.lines("/api/chat", STREAMS["/api/chat"])[-1])["error"]
+    assert engine.stats()["running"] == 1 and engine.stats()["waiting"] == 0
+    gate.set()
+    received = b""
+    while b"[DONE]" not in received:
+        received += first.recv(65536)
+    assert b"done" in received, "the running request is not touched"
+    first.close()
+    assert server.idle()
+
+
 def test_stopping_ends_streams_with_an_error_event(serve: Any) -> None:
     gate = threading.Event()
     server = serve(Script(["x</think>text", Wait(gate)]))

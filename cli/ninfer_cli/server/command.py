@@ -79,6 +79,9 @@ def serve(
     request_timeout: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds until a request fails, queue time included.")
     ] = None,
+    queue_timeout: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds a request may wait for its turn before it gets a 503.")
+    ] = None,
     shutdown_grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end.")] = 10.0,
     request_log: Annotated[
         str | None, typer.Option(metavar="FILE", help="Append one JSON line per request; - writes to stderr.")
@@ -95,6 +98,7 @@ def serve(
         strict_models=strict_models,
         max_body_bytes=max_body << 20,
         request_timeout=request_timeout,
+        queue_timeout=queue_timeout,
         slots=parallel,
         max_queue=max_queue,
         shutdown_grace=shutdown_grace,

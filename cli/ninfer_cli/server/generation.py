@@ -11,7 +11,7 @@ from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 
-from ninfer_core.errors import RequestCancelledError
+from ninfer_core.errors import EngineBusyError, RequestCancelledError
 from ninfer_core.types import Completion, Event, Finish, FinishReason, Request, TextDelta, Usage, completion_from_events
 
 from .body import ClientGoneError
@@ -23,6 +23,10 @@ class Handle(Protocol):
     """The part of an engine's request handle that the server uses."""
 
     prompt_tokens: int
+
+    @property
+    def queue_position(self) -> int | None:
+        """How many requests are ahead; None once it runs."""
 
     def __aiter__(self) -> AsyncIterator[Event]:
         """All events of the request."""
@@ -69,8 +73,16 @@ class Generation:
                 queue.append((index, None))
                 wake.set()
 
+        async def limit_waiting(seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            if any(handle.queue_position is not None for handle in self.handles):
+                failures.append(EngineBusyError(f"the request waited {seconds:g} s in the queue, which is the limit"))
+                wake.set()
+
         tasks = [asyncio.ensure_future(pump(i, handle)) for i, handle in enumerate(self.handles)]
         open_choices = len(tasks)
+        if self.server.settings.queue_timeout is not None:
+            tasks.append(asyncio.ensure_future(limit_waiting(self.server.settings.queue_timeout)))
         try:
             while open_choices:
                 await wake.wait()

@@ -18,7 +18,8 @@ class ServerSettings:
 
     `api_keys` empty means no authentication, which is refused on a non-loopback `host` unless
     `insecure_no_auth`. `media_domains` None keeps remote media off; an empty tuple allows any public host.
-    `max_queue` bounds the requests that wait beside the `slots` that run. `stored_responses` 0 turns the
+    `max_queue` bounds the requests that wait beside the `slots` that run, `queue_timeout` how long one may wait;
+    `request_timeout` covers waiting and running. `stored_responses` 0 turns the
     response store off. `request_log` is a file of JSON lines; "-" is standard error.
     """
 
@@ -32,6 +33,7 @@ class ServerSettings:
     heartbeat: float = 8.0
     stall_timeout: float = 120.0
     request_timeout: float | None = None
+    queue_timeout: float | None = None
     slots: int = 8
     max_queue: int = 64
     keep_alive: int = 75
