@@ -1,10 +1,9 @@
-"""Triton helpers on packed weights and int8 activations: unpacking, integer dot products, group scales, waits.
+"""Triton helpers on packed weights and int8 activations: fragments, integer matrix products, group scales, waits.
 
-Weights are in kernel order (`_order.py`): 32 rows share a tile, and word plane `j` of a tile holds elements 4j..4j+3 of
-every group of 32 (Q4, Q5 and Q6 add elements 32+4j.. of the group of 64 in the high nibbles). A thread that owns a
-(row, group) pair so finds all words of its group at one offset in eight planes: no shuffles before the group's scale.
-Activations are int8 words with one scale per 32 values, even groups before odd ones, so that both halves of a group
-of 64 are contiguous.
+Weights are in kernel order (`_order.py`): a unit is 16 rows by one scale group (32 values of K for W8, 64 for Q4, Q5,
+Q6), stored as the operand registers of `mma.m16n8k32` for 32 lanes, so a warp loads a unit with coalesced words and
+multiplies it by eight activation rows without moving a byte between lanes. Tensors here are [warps, 32]: one row per
+warp, one element per lane; each warp takes its own units of K and the sums of the warps meet in the epilogue.
 """
 
 from __future__ import annotations
@@ -12,18 +11,57 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Offsets that repeat or skip within a warp give the compiler no reason to keep lane order, and each change of layout
+# costs a trip through shared memory: `tl.max_contiguous(offset, [1, 2])` marks them. A lane holds one element of
+# these tensors, so the claim can never become a wider load. It must stand where the offset is formed to be seen.
+
+MAGIC = tl.constexpr(1262485504)  # the bits of 12582912.0 = 1.5 * 2^23: small integers added to it read as floats
+
 
 @triton.jit
-def dp4a(a, b, c, PTX: tl.constexpr):
-    """`c` plus the dot product of the four signed bytes of `a` and `b` (int32 in, int32 out)."""
+def byte_dot(a, b):
+    """Dot product of the four signed bytes of int32 `a` and `b`, in plain Triton."""
+    total = ((a << 24) >> 24) * ((b << 24) >> 24)
+    total += ((a << 16) >> 24) * ((b << 16) >> 24)
+    total += ((a << 8) >> 24) * ((b << 8) >> 24)
+    return total + (a >> 24) * (b >> 24)
+
+
+@triton.jit
+def half_columns(upper, lower, b0, b1, X: tl.constexpr):
+    """Plain-Triton product of one 8-row half of a fragment with eight columns: two [X, 32] accumulator registers."""
+    x0 = tl.reshape(b0, [X, 1, 8, 4])
+    x1 = tl.reshape(b1, [X, 1, 8, 4])
+    c = tl.sum(byte_dot(tl.reshape(upper, [X, 8, 1, 4]), x0) + byte_dot(tl.reshape(lower, [X, 8, 1, 4]), x1), 3)
+    return tl.split(tl.reshape(c, [X, 32, 2]))
+
+
+@triton.jit
+def multiply(a0, a1, a2, a3, b0, b1, X: tl.constexpr, PTX: tl.constexpr):
+    """int8 product of 16 weight rows and 8 activation rows over 32 of K: four fp32 accumulator registers [X, 32].
+
+    Lane 4 g + c holds results (row g, column 2c), (g, 2c + 1), (g + 8, 2c), (g + 8, 2c + 1); exact integers.
+    """
     if PTX:
-        return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            "{ .reg .b32 z; mov.b32 z, 0x4B400000; mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {z, z, z, z}; }",
+            "=r,=r,=r,=r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        return (
+            c0.to(tl.float32, bitcast=True) - 12582912.0,
+            c1.to(tl.float32, bitcast=True) - 12582912.0,
+            c2.to(tl.float32, bitcast=True) - 12582912.0,
+            c3.to(tl.float32, bitcast=True) - 12582912.0,
         )
     else:
-        for i in tl.static_range(4):
-            c += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
-        return c
+        c0, c1 = half_columns(a0, a2, b0, b1, X)
+        c2, c3 = half_columns(a1, a3, b0, b1, X)
+        return c0.to(tl.float32), c1.to(tl.float32), c2.to(tl.float32), c3.to(tl.float32)
 
 
 @triton.jit
@@ -35,49 +73,45 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
-def load_words(w, offset, plane, mask):
-    """The eight word planes at `offset` (elements); `plane` is the distance between planes."""
+def load_unit(w, wh, ws, unit, lane, FMT: tl.constexpr):
+    """Registers of units `unit` [X, 1]: four words, the high words (one for Q5, two for Q6), two fp16 scales in one."""
     words = ()
-    for j in tl.static_range(8):
-        words = words + (tl.load(w + offset + j * plane, mask=mask, eviction_policy="evict_first"),)  # noqa: RUF005
-    return words
-
-
-@triton.jit
-def load_high(w, offset, plane, mask, FMT: tl.constexpr):
-    """The high-bit planes: none for W8 and Q4, two for Q5 (low half, high half), four for Q6."""
-    words = ()
+    for i in tl.static_range(4):
+        words = words + (tl.load(w + unit * 128 + i * 32 + lane, eviction_policy="evict_first"),)  # noqa: RUF005
+    high = ()
     if FMT == 5:
-        for j in tl.static_range(2):
-            words = words + (tl.load(w + offset + j * plane, mask=mask, eviction_policy="evict_first"),)  # noqa: RUF005
+        high = (tl.load(wh + unit * 32 + lane, eviction_policy="evict_first"),)
     if FMT == 6:
-        for j in tl.static_range(4):
-            words = words + (tl.load(w + offset + j * plane, mask=mask, eviction_policy="evict_first"),)  # noqa: RUF005
-    return words
+        high = (
+            tl.load(wh + unit * 64 + lane, eviction_policy="evict_first"),
+            tl.load(wh + unit * 64 + 32 + lane, eviction_policy="evict_first"),
+        )
+    scale = tl.load(ws + tl.max_contiguous(unit * 8 + lane // 4, [1, 2]), eviction_policy="evict_first")
+    return words, high, scale
 
 
 @triton.jit
-def signed_bytes(words, high, j: tl.constexpr, half: tl.constexpr, FMT: tl.constexpr):
-    """Four codes of plane `j` as signed bytes, times 1 (W8), 16 (Q4), 8 (Q5) or 4 (Q6): `code_factor` undoes it."""
+def signed_bytes(words, high, i: tl.constexpr, half: tl.constexpr, FMT: tl.constexpr):
+    """Register `i` of 32 of the unit's values as signed bytes, times 1 (W8), 16 (Q4), 8 (Q5) or 4 (Q6)."""
     if FMT == 8:
-        return words[j]
+        return words[i]
     elif FMT == 4:
         if half == 0:
-            return (words[j] << 4) & -252645136  # f0f0f0f0
+            return (words[i] << 4) & -252645136  # f0f0f0f0
         else:
-            return words[j] & -252645136
+            return words[i] & -252645136
     elif FMT == 5:
-        top = (high[half] << j) & -2139062144  # 80808080
+        top = (high[0] << (i + 4 * half)) & -2139062144  # 80808080
         if half == 0:
-            return ((words[j] << 3) & 0x78787878) | top
+            return ((words[i] << 3) & 0x78787878) | top
         else:
-            return ((words[j] >> 1) & 0x78787878) | top
+            return ((words[i] >> 1) & 0x78787878) | top
     else:
-        top = (high[2 * half + j // 4] << (2 * (j % 4))) & -1061109568  # c0c0c0c0
+        top = (high[half] << (2 * i)) & -1061109568  # c0c0c0c0
         if half == 0:
-            return ((words[j] << 2) & 0x3C3C3C3C) | top
+            return ((words[i] << 2) & 0x3C3C3C3C) | top
         else:
-            return ((words[j] >> 2) & 0x3C3C3C3C) | top
+            return ((words[i] >> 2) & 0x3C3C3C3C) | top
 
 
 @triton.jit
@@ -94,50 +128,76 @@ def code_factor(FMT: tl.constexpr):
 
 
 @triton.jit
-def head_factor(ss, group, eps, WIDTH: tl.constexpr):
-    """RMS factor of the head (four groups of 32) that activation group `group` belongs to."""
-    h = (group // 4) * 4
-    total = (tl.load(ss + h) + tl.load(ss + h + 1)) + (tl.load(ss + h + 2) + tl.load(ss + h + 3))
-    return 1.0 / tl.sqrt_rn(total / WIDTH + eps)
+def unpack_scales(pair, FMT: tl.constexpr):
+    """The two fp16 scales of a lane (rows g and g + 8) as fp32, with the format's factor."""
+    low = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    top = ((pair >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low * code_factor(FMT), top * code_factor(FMT)
 
 
 @triton.jit
-def row_factor(ss, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """RMS factor of a row from its `PARTS` partial sums of squares."""
-    i = tl.arange(0, BLOCK)
-    total = tl.sum(tl.load(ss + i, mask=i < PARTS, other=0.0), 0)
-    return 1.0 / tl.sqrt_rn(total / WIDTH + eps)
+def add_unit(acc, words, high, low_scale, top_scale, b, s, X: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
+    """`acc` (four [X, 32]) plus one unit times its activations: `b` the fragment registers, `s` the column scales.
 
-
-@triton.jit
-def row_dot(words, high, xq, xs, ss, g, eps, G32: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr, PTX: tl.constexpr):
-    """Products of one activation row with a weight tile, per (row, group), before the weight's scale.
-
-    `xq`, `xs`, `ss` point at the row; `g` [BG] are group indices in the weight's own grouping (32 or 64 wide).
+    W8: b = (b0, b1), s = (s0, s1). Q4, Q5, Q6: both halves one after the other, (b0, b1, b2, b3), (s0, s1, s2, s3).
     """
-    half_groups: tl.constexpr = G32 // 2
-    total = tl.zeros(words[0].shape, tl.int32)
-    for j in tl.static_range(8):
-        x = tl.load(xq + j * G32 + g)
-        total = dp4a(signed_bytes(words, high, j, 0, FMT), tl.broadcast_to(x[None, :], total.shape), total, PTX)
-    scale = tl.load(xs + g)
-    if HEADS:
-        if FMT == 8:
-            scale = scale * head_factor(ss, 2 * (g % half_groups) + g // half_groups, eps, 128)
-        else:
-            factor = head_factor(ss, 2 * g, eps, 128)
-            scale = scale * factor
-    out = total.to(tl.float32) * scale[None, :]
-    if FMT != 8:
-        total = tl.zeros(words[0].shape, tl.int32)
-        for j in tl.static_range(8):
-            x = tl.load(xq + j * G32 + half_groups + g)
-            total = dp4a(signed_bytes(words, high, j, 1, FMT), tl.broadcast_to(x[None, :], total.shape), total, PTX)
-        scale = tl.load(xs + half_groups + g)
-        if HEADS:
-            scale = scale * factor
-        out += total.to(tl.float32) * scale[None, :]
-    return out
+    for half in tl.static_range(1 if FMT == 8 else 2):
+        c = multiply(
+            signed_bytes(words, high, 0, half, FMT), signed_bytes(words, high, 1, half, FMT),
+            signed_bytes(words, high, 2, half, FMT), signed_bytes(words, high, 3, half, FMT),
+            b[2 * half], b[2 * half + 1], X, PTX,
+        )  # fmt: skip
+        acc = (
+            tl.fma(c[0], low_scale * s[2 * half], acc[0]),
+            tl.fma(c[1], low_scale * s[2 * half + 1], acc[1]),
+            tl.fma(c[2], top_scale * s[2 * half], acc[2]),
+            tl.fma(c[3], top_scale * s[2 * half + 1], acc[3]),
+        )
+    return acc
+
+
+@triton.jit
+def load_activation(q, s, unit, lane, FMT: tl.constexpr):
+    """Fragment registers and column scales of units `unit` [X, 1] of an activation block of eight rows."""
+    b = ()
+    scales = ()
+    halves: tl.constexpr = 1 if FMT == 8 else 2
+    for half in tl.static_range(halves):
+        group = unit * halves + half
+        at = tl.max_contiguous(group * 64 + (lane // 4) * 8 + lane % 4, [1, 2])
+        column = tl.max_contiguous(group * 8 + (lane % 4) * 2, [1, 2])
+        b = b + (tl.load(q + at), tl.load(q + tl.max_contiguous(at + 4, [1, 2])))  # noqa: RUF005
+        scales = scales + (tl.load(s + column), tl.load(s + tl.max_contiguous(column + 1, [1, 2])))  # noqa: RUF005
+    return b, scales
+
+
+@triton.jit
+def zero_registers(X: tl.constexpr):
+    """A fresh accumulator of one unit: four [X, 32] of zeros."""
+    z = tl.zeros([X, 32], tl.float32)
+    return (z, z, z, z)
+
+
+@triton.jit
+def tile_of(acc):
+    """The sum over warps of an accumulator as a [16 rows, 8 columns] tile."""
+    upper = tl.reshape(tl.join(tl.sum(acc[0], 0), tl.sum(acc[1], 0)), [8, 8])
+    lower = tl.reshape(tl.join(tl.sum(acc[2], 0), tl.sum(acc[3], 0)), [8, 8])
+    return tl.reshape(tl.permute(tl.join(upper, lower), [2, 0, 1]), [16, 8])
+
+
+@triton.jit
+def stack(first, second):
+    """Two [16, 8] tiles as one [32, 8]."""
+    return tl.reshape(tl.permute(tl.join(first, second), [2, 0, 1]), [32, 8])
+
+
+@triton.jit
+def row_factors(ss, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """RMS factors [8] of a block of rows from their `PARTS` partial sums of squares."""
+    i = tl.arange(0, BLOCK)
+    part = tl.load(ss + i[:, None] * 8 + tl.arange(0, 8)[None, :], mask=(i < PARTS)[:, None], other=0.0)
+    return 1.0 / tl.sqrt_rn(tl.sum(part, 0) / WIDTH + eps)
 
 
 @triton.jit
@@ -148,15 +208,30 @@ def round_bytes(u, inverse):
 
 
 @triton.jit
-def emit_group(u, q_out, s_out, group, G32: tl.constexpr):
-    """Quantise the 32 values `u` to int8 and store them as activation group `group` of the row at `q_out`, `s_out`."""
+def quantize_columns(u):
+    """Columns of `u` [32, 8 rows] as int8 groups: words [8 words, 8 rows] and scales [8 rows]."""
     top = tl.max(tl.abs(u), 0)
     inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
-    byte = tl.reshape(round_bytes(u, inverse), [8, 4]) << (8 * tl.arange(0, 4))[None, :]
-    words = tl.sum(byte, 1)
-    position = (group % 2) * (G32 // 2) + group // 2
-    tl.store(q_out + tl.arange(0, 8) * G32 + position, words)
-    tl.store(s_out + position, top / 127.0)
+    byte = tl.reshape(round_bytes(u, inverse[None, :]), [8, 4, 8]) << (8 * tl.arange(0, 4))[None, :, None]
+    return tl.sum(byte, 1), top / 127.0
+
+
+@triton.jit
+def quantize_groups(u, GROUPS: tl.constexpr):
+    """Rows of `u` [GROUPS, 32] as int8 groups: words [GROUPS, 8] and scales [GROUPS]."""
+    top = tl.max(tl.abs(u), 1)
+    inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
+    byte = tl.reshape(round_bytes(u, inverse[:, None]), [GROUPS, 8, 4]) << (8 * tl.arange(0, 4))[None, None, :]
+    return tl.sum(byte, 2), top / 127.0
+
+
+@triton.jit
+def store_groups(u, q_out, s_out, t, first, G32: tl.constexpr, GROUPS: tl.constexpr):
+    """Quantise `u` [GROUPS, 32] and store it as groups first.. of row `t` of an activation of `G32` groups."""
+    words, scale = quantize_groups(u, GROUPS)
+    group = (t // 8) * G32 + first + tl.arange(0, GROUPS)
+    tl.store(q_out + group[:, None] * 64 + (t % 8) * 8 + tl.arange(0, 8)[None, :], words)
+    tl.store(s_out + group * 8 + t % 8, scale)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """Load-time repacking of published weight payloads into kernel order, and the int8 activation codec's torch twin.
 
-Kernel order of an [N, K] matrix (N a multiple of 32, K of the group): row tiles of 32; within a tile, plane by plane,
-row by row, group by group. `words` [N/32, 8, 32, G] int32, `high` [N/32, 0|2|4, 32, G] int32, `scales` [N, G] fp16.
-No byte is added or lost, so a weight costs in memory what it costs in the file.
+Kernel order of an [N, K] matrix (N a multiple of 16): tiles of 16 rows; within a tile the units of K (32 values for
+W8, 64 for Q4, Q5, Q6); within a unit the four operand registers of `mma.m16n8k32` for 32 lanes. Lane 4 g + c holds in
+register i the values of row g (i even) or g + 8 (i odd), K = 4 c + 16 (i // 2) + 0..3 of the unit; a 4-bit code of the
+second 32 values sits in the high nibble. No byte is added or lost: a weight costs in memory what it costs in the file.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import torch
 
 GROUP = {"W8": 32, "Q4": 64, "Q5": 64, "Q6": 64}
 CODE = {"W8": 8, "Q4": 4, "Q5": 5, "Q6": 6}
-HIGH_PLANES = {"W8": 0, "Q4": 0, "Q5": 2, "Q6": 4}
+HIGH_WORDS = {"W8": 0, "Q4": 0, "Q5": 1, "Q6": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelMatrix:
-    """One grouped matrix in kernel order. `format` is W8, Q4, Q5 or Q6; `rows`, `columns` the logical shape."""
+    """One grouped matrix in kernel order; `rows`, `columns` are the logical shape, `format` is W8, Q4, Q5 or Q6.
+
+    `words` [N/16, U, 4, 32] int32, `high` [N/16, U, 0|1|2, 32] int32, `scales` [N/16, U, 8] int32: the fp16 scales of
+    rows g (low half) and g + 8. U = K over the group length.
+    """
 
     words: torch.Tensor
     high: torch.Tensor
@@ -43,52 +48,42 @@ class KernelMatrix:
         return sum(t.numel() * t.element_size() for t in (self.words, self.high, self.scales))
 
 
-def _even_odd(groups: int, device: torch.device | str) -> torch.Tensor:
-    """Order of groups of 32: even ones, then odd ones, so that both halves of groups of 64 lie contiguous."""
-    index = torch.arange(groups, device=device)
-    return torch.cat([index[0::2], index[1::2]])
-
-
 def _to_words(byte: torch.Tensor) -> torch.Tensor:
-    """Pack the last axis of four byte values (0..255, int32) into little-endian int32 words."""
-    shifted = byte.to(torch.int64) << torch.arange(0, 32, 8, device=byte.device)
-    total = shifted.sum(-1)
-    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
+    """Pack the last axis of four byte values (0..255) into little-endian int32 words."""
+    return byte.to(torch.uint8).contiguous().view(torch.int32).squeeze(-1)
 
 
 def pack_codes(codes: torch.Tensor, scales: torch.Tensor, format: str) -> KernelMatrix:
     """Codes [N, K] (integers in the format's range) and scales [N, K/group] fp16 to kernel order.
 
     Raises:
-        ValueError: N is not a multiple of 32, or K not a multiple of 64.
+        ValueError: N is not a multiple of 16, or K not a multiple of 64.
     """
     rows, columns = codes.shape
-    if rows % 32 or columns % 64:
-        raise ValueError(f"kernel order needs rows in multiples of 32 and columns in multiples of 64, got {codes.shape}")
+    if rows % 16 or columns % 64:
+        raise ValueError(
+            f"kernel order needs rows in multiples of 16 and columns in multiples of 64, got {tuple(codes.shape)}"
+        )
     group = GROUP[format]
-    groups = columns // group
-    tiles = rows // 32
-    device = codes.device
-    # [tile, row, group, half, plane, byte]
-    parts = codes.to(torch.int32).view(tiles, 32, groups, group // 32, 8, 4)
+    units = columns // group
+    tiles = rows // 16
+    # [tile, row half, g, unit, value half, K half, c, byte] -> [tile, unit, value half, K half, row half, g, c, byte]
+    parts = codes.to(torch.int8).view(tiles, 2, 8, units, group // 32, 2, 4, 4).permute(0, 3, 4, 5, 1, 2, 6, 7)
+    parts = parts.reshape(tiles, units, group // 32, 4, 32, 4)
+    pairs = scales.view(tiles, 2, 8, units).permute(0, 3, 2, 1).contiguous().view(torch.int32).squeeze(-1)
+    high = torch.empty(tiles, units, 0, 32, dtype=torch.int32, device=codes.device)
     if format == "W8":
-        order = _even_odd(groups, device)
-        words = _to_words(parts[:, :, order, 0] & 255).permute(0, 3, 1, 2)
-        high = torch.empty(tiles, 0, 32, groups, dtype=torch.int32, device=device)
-        return KernelMatrix(words.contiguous(), high, scales[:, order].contiguous(), format, rows, columns)
-    low = (parts[:, :, :, 0] & 15) | ((parts[:, :, :, 1] & 15) << 4)
-    words = _to_words(low).permute(0, 3, 1, 2).contiguous()
-    top = (parts >> 4) & ((1 << (CODE[format] - 4)) - 1) if format != "Q4" else None
-    if top is None:
-        high = torch.empty(tiles, 0, 32, groups, dtype=torch.int32, device=device)
-    elif format == "Q5":
-        shift = torch.arange(7, -1, -1, device=device)[:, None]
-        high = _to_words((top << shift).sum(-2)).permute(0, 3, 1, 2).contiguous()
-    else:
-        quads = top.view(tiles, 32, groups, 2, 2, 4, 4)
-        shift = torch.arange(6, -1, -2, device=device)[:, None]
-        high = _to_words((quads << shift).sum(-2)).reshape(tiles, 32, groups, 4).permute(0, 3, 1, 2).contiguous()
-    return KernelMatrix(words, high, scales.contiguous(), format, rows, columns)
+        return KernelMatrix(_to_words(parts[:, :, 0].view(torch.uint8)), high, pairs, format, rows, columns)
+    words = _to_words((parts[:, :, 0] & 15) | ((parts[:, :, 1] & 15) << 4))
+    if format == "Q5":  # bit 7 - i of a byte: register i of the first 32 values; bit 3 - i: of the second
+        bit = (parts >> 4) & 1
+        shift = torch.tensor([[7, 6, 5, 4], [3, 2, 1, 0]], device=codes.device).view(2, 4, 1, 1)
+        high = _to_words((bit.to(torch.int32) << shift).sum((2, 3))).unsqueeze(2)
+    elif format == "Q6":  # bits 6 - 2 i and the next of a byte: register i; a word for each 32 values
+        bits = (parts >> 4) & 3
+        shift = torch.tensor([6, 4, 2, 0], device=codes.device).view(4, 1, 1)
+        high = _to_words((bits.to(torch.int32) << shift).sum(3))
+    return KernelMatrix(words, high.contiguous(), pairs, format, rows, columns)
 
 
 def unpack_payload(payload: torch.Tensor, format: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,11 +124,11 @@ def to_kernel_order(payload: torch.Tensor, format: str, rows: int, columns: int)
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Int8 activation rows as kernels pass them on.
+    """Int8 activation rows as kernels pass them on, in blocks of eight rows (the columns of one matrix product).
 
-    `q` [T, 8, G] int32 words, `s` [T, G] fp32 scales, `ss` [T, P] fp32 partial sums of squares of the values before
-    the norm weight: the reader applies the RMS factor to its result, so no kernel waits for a whole row. G = K / 32,
-    even groups before odd ones.
+    `q` [B, G, 8 rows, 8 words] int32, `s` [B, G, 8] fp32 scales, `ss` [B, P, 8] fp32 partial sums of squares of the
+    values before the norm weight: the reader applies the RMS factor to its result, so no kernel waits for a whole row.
+    G = K / 32. Rows beyond the call's last are never read into a result.
     """
 
     q: torch.Tensor
@@ -142,30 +137,47 @@ class Activation:
 
     @staticmethod
     def empty(rows: int, columns: int, parts: int, device: torch.device | str) -> Activation:
-        """Uninitialised buffers for `rows` rows of `columns` values."""
-        groups = columns // 32
+        """Zeroed buffers for `rows` rows of `columns` values."""
+        blocks, groups = -(-rows // 8), columns // 32
         return Activation(
-            torch.empty(rows, 8, groups, dtype=torch.int32, device=device),
-            torch.empty(rows, groups, dtype=torch.float32, device=device),
-            torch.empty(rows, parts, dtype=torch.float32, device=device),
+            torch.zeros(blocks, groups, 8, 8, dtype=torch.int32, device=device),
+            torch.zeros(blocks, groups, 8, dtype=torch.float32, device=device),
+            torch.zeros(blocks, parts, 8, dtype=torch.float32, device=device),
         )
+
+    @staticmethod
+    def from_rows(u: torch.Tensor, parts: torch.Tensor) -> Activation:
+        """Rows `u` [T, K] quantised by the twin, and their partial sums of squares `parts` [T, P]."""
+        out = Activation.empty(u.shape[0], u.shape[1], parts.shape[1], u.device)
+        q, s = quantize_rows_ref(u)
+        for t in range(u.shape[0]):
+            out.q[t // 8, :, t % 8] = q[t]
+            out.s[t // 8, :, t % 8] = s[t]
+            out.ss[t // 8, :, t % 8] = parts[t]
+        return out
+
+    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first `count` rows as q [T, G, 8], s [T, G], ss [T, P]."""
+        q = self.q.transpose(1, 2).flatten(0, 1)[:count]
+        return q, self.s.transpose(1, 2).flatten(0, 1)[:count], self.ss.transpose(1, 2).flatten(0, 1)[:count]
+
+    def values(self, count: int) -> torch.Tensor:
+        """The first `count` rows dequantised: [T, K] fp32."""
+        q, s, _ = self.rows(count)
+        return dequantize_rows_ref(q, s)
 
 
 def quantize_rows_ref(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of the kernels' epilogue codec: `u` [T, K] fp32 to (q [T, 8, G], s [T, G]), scale = absmax / 127."""
-    rows, columns = u.shape
-    groups = columns // 32
-    parts = u.float().view(rows, groups, 32)[:, _even_odd(groups, u.device)]
+    """Twin of the kernels' epilogue codec: `u` [T, K] fp32 to words [T, G, 8] and scales [T, G] = absmax / 127."""
+    parts = u.float().view(u.shape[0], -1, 32)
     top = parts.abs().amax(-1)
     inverse = torch.where(top > 0, 127.0 / top, torch.zeros_like(top))
-    codes = torch.round(parts * inverse[..., None]).to(torch.int32) & 255
-    return _to_words(codes.view(rows, groups, 8, 4)).permute(0, 2, 1).contiguous(), top / 127.0
+    codes = torch.round(parts * inverse[..., None]).to(torch.int8).contiguous()
+    return codes.view(torch.int32), top / 127.0
 
 
 def dequantize_rows_ref(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """Inverse of `quantize_rows_ref`: [T, K] fp32."""
-    rows, _, groups = q.shape
-    codes = q.permute(0, 2, 1).contiguous().view(torch.int8).view(rows, groups, 32).float() * s[..., None]
-    out = torch.empty_like(codes)
-    out[:, _even_odd(groups, q.device)] = codes
-    return out.view(rows, groups * 32)
+    rows, groups, _ = q.shape
+    codes = q.contiguous().view(torch.int8).view(rows, groups, 32).float()
+    return (codes * s[..., None]).view(rows, groups * 32)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._dequant import round_bytes, wait_for_inputs
+from ._dequant import round_bytes, store_groups, wait_for_inputs
 from ._order import Activation
 
 PAGE = 64
@@ -43,7 +43,7 @@ def head_rms(line, d, eps):
 
 
 @triton.jit
-def store_group(x, codes, scales, d, g: tl.constexpr, ):
+def store_group(x, codes, scales, d, g: tl.constexpr):
     """One group of 64 as INT8: scale = fp16(absmax / 127), codes = round half even of x / scale."""
     scale = tl.div_rn(tl.max(tl.abs(x), 0), 127.0).to(tl.float16)
     step = scale.to(tl.float32)
@@ -228,17 +228,7 @@ def attention_combine_kernel(
         i += BLOCK
     gate = tl.load(projected + t * WIDTH + (H + KH) * 256 + head * 256 + d).to(tl.float32)
     y = total / tl.sum(mass, 0) / (1.0 + tl.exp(-gate))
-    y = tl.reshape(y, [8, 32])
-    group = tl.arange(0, 8)
-    size = tl.max(tl.abs(y), 1)
-    inverse = tl.where(size > 0.0, 127.0 / size, 0.0)
-    byte = tl.reshape(round_bytes(y, inverse[:, None]), [8, 8, 4]) << (8 * tl.arange(0, 4))[None, None, :]
-    words = tl.sum(byte, 2)
-    G32: tl.constexpr = H * 8
-    index = head * 8 + group
-    place = (index % 2) * (G32 // 2) + index // 2
-    tl.store(q_out + t * (8 * G32) + tl.arange(0, 8)[None, :] * G32 + place[:, None], words)
-    tl.store(s_out + t * G32 + place, size / 127.0)
+    store_groups(tl.reshape(y, [8, 32]), q_out, s_out, t, head * 8, H * 8, 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Triton decode mixer of Gated DeltaNet: convolution, gates, deferred commit, recurrence and output norm in one launch.
 
 State per slot: S [Hv, 128 v, 128 k] fp32 and a ring of the last 16 tokens' raw convolution inputs, keys k, updates e
-and log decays g, addressed by token index modulo 16. A call first applies the `commit` accepted rows of the window
+and log decays g, addressed by token index modulo 16. k is kept
+before its norm, whose inverse is part of e. A call first applies the `commit` accepted rows of the window
 before (S <- exp(g) S + k e^T), stores S once, then runs its own rows from registers and leaves k, e, g in the ring:
 one read and one write of S whatever the number of drafts, and no copy when a draft is rejected.
 A program owns 32 of a head's 128 value columns, which is also one int8 group of the output row.
@@ -16,11 +17,11 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._dequant import emit_group, silu, wait_for_inputs
+from ._dequant import silu, store_groups, wait_for_inputs
 from ._order import Activation
 
 RING = 16
-"""Tokens kept per slot: twice the largest window (k = 5 drafts and the anchor) and the three rows of the convolution."""
+"""Tokens kept per slot: room for two windows (5 drafts and the anchor) and the three rows of the convolution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,12 @@ def convolve(window, weights, new):
     """silu of the causal convolution, rounded to bf16 as the next step reads it; and the moved window."""
     y = window[0] * weights[0] + window[1] * weights[1] + window[2] * weights[2] + new * weights[3]
     return silu(y).to(tl.bfloat16).to(tl.float32), (window[1], window[2], new)
+
+
+@triton.jit
+def row_sums(a, b):
+    """The dot product of two 128-vectors, once for each of the 32 rows of the state tile."""
+    return tl.sum(tl.broadcast_to((a * b)[None, :], [32, 128]), 1)
 
 
 @triton.jit
@@ -127,14 +134,16 @@ def gated_delta_kernel(
         q, q_window = convolve(q_window, q_taps, q_raw)
         k, k_window = convolve(k_window, k_taps, k_raw)
         v, v_window = convolve(v_window, v_taps, v_raw)
-        q = q / tl.sqrt_rn(tl.sum(q * q, 0) + 1e-6) * 0.08838834764831845
-        k = k / tl.sqrt_rn(tl.sum(k * k, 0) + 1e-6)
+        # Norms as sums over the tile's k axis: every warp holds whole rows, so no sum leaves a warp. q and k stay
+        # as they are; their inverse norms go into o and e.
+        q_scale = 0.08838834764831845 / tl.sqrt_rn(row_sums(q, q) + 1e-6)
+        k_scale = 1.0 / tl.sqrt_rn(row_sums(k, k) + 1e-6)
         x = tl.load(ab + t * (2 * HV) + head) + bias
         beta = 1.0 / (1.0 + tl.exp(-tl.load(ab + t * (2 * HV) + HV + head)))
         g = rate * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
         state = state * tl.exp(g)
-        update = beta * (v - tl.sum(state * k[None, :], 1))
-        o = tl.sum(state * q[None, :], 1) + update * tl.sum(k * q, 0)
+        update = beta * (v - tl.sum(state * k[None, :], 1) * k_scale) * k_scale
+        o = (tl.sum(state * q[None, :], 1) + update * row_sums(k, q)) * q_scale
         if r + 1 < R:
             state = state + update[:, None] * k[None, :]
         tl.store(ring_e + at * (HV * 128), update)
@@ -145,10 +154,9 @@ def gated_delta_kernel(
             tl.store(ring_k + at * (HK * 128), k)
             tl.store(conv + at * C + q_channel, q_raw.to(tl.bfloat16))
             tl.store(conv + at * C + k_channel, k_raw.to(tl.bfloat16))
-        emit_group(
-            o * weight * silu(z), q_out + t * (HV * 32), s_out + t * (HV * 4), pid, HV * 4
-        )
-        tl.store(ss_out + t * (HV * 4) + pid, tl.sum(o * o, 0))
+        y = o * weight * silu(z)
+        store_groups(tl.reshape(y, [1, 32]), q_out, s_out, t, pid, HV * 4, 1)
+        tl.store(ss_out + ((t // 8) * (HV * 4) + pid) * 8 + t % 8, tl.sum(o * o, 0))
 
 
 def gated_delta(

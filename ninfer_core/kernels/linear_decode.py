@@ -1,7 +1,7 @@
 """Triton decode projections: packed weights times int8 activation rows, 1 to 64 rows, plain or residual epilogue.
 
-One program owns some output rows over all of K and at most eight activation rows, so each result is one fixed sum:
-its bits depend neither on the other rows of the call nor on their number. Weights of the first K chunk are requested
+One program owns some output rows over all of K and a block of eight activation rows, so each result is one fixed sum:
+its bits depend neither on the other rows of the call nor on their number. The weights of the first units are requested
 before the wait for the kernel in front.
 """
 
@@ -13,176 +13,235 @@ import triton.language as tl
 
 from . import _tiles
 from ._dequant import (
-    code_factor,
-    emit_group,
-    load_high,
-    load_words,
-    row_dot,
-    row_factor,
+    add_unit,
+    load_activation,
+    load_unit,
+    quantize_columns,
+    row_factors,
+    stack,
+    tile_of,
+    unpack_scales,
     wait_for_inputs,
+    zero_registers,
 )
 from ._order import Activation, KernelMatrix
 
 
 @triton.jit
-def weight_offsets(row, G: tl.constexpr, PLANES: tl.constexpr):
-    """Element offset of rows `row` [BN] in a plane-tiled tensor with `PLANES` planes."""
-    return (row >> 5) * (PLANES * 32 * G) + (row & 31) * G
+def load_units(w, wh, ws, tile, step, lane, TILES: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr,
+               X: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
+    """Steps step..step+S-1 of `TILES` row tiles: a flat tuple of units, tile by tile within a step."""
+    units = ()
+    for i in tl.static_range(S):
+        unit = unit_of(step + i, X, RUN)
+        for r in tl.static_range(TILES):
+            units = units + (load_unit(w, wh, ws, (tile + r) * U + unit, lane, FMT),)  # noqa: RUF005
+    return units
 
 
 @triton.jit
-def add_products(
-    accumulators, words, high, scale, xq, xs, ss, t0, rows, g, eps,
-    G32: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr, PTX: tl.constexpr,
+def unit_of(step, X: tl.constexpr, RUN: tl.constexpr):
+    """Unit of K [X, 1] that each warp takes at `step`: runs of `RUN` units, warp by warp."""
+    warp = tl.arange(0, X)[:, None]
+    return ((step // RUN) * X + warp) * RUN + step % RUN
+
+
+@triton.jit
+def add_units(
+    acc, units, q, s, step, lane, TILES: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr,
+    RUN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add one chunk of K to the T accumulators [BN, BG]."""
-    factor = scale.to(tl.float32) * code_factor(FMT)
+    """Add `S` steps to the accumulators (a tuple of one per row tile)."""
+    for i in tl.static_range(S):
+        b, scales = load_activation(q, s, unit_of(step + i, X, RUN), lane, FMT)
+        grown = ()
+        for r in tl.static_range(TILES):
+            unit = units[i * TILES + r]
+            low, top = unpack_scales(unit[2], FMT)
+            grown = grown + (add_unit(acc[r], unit[0], unit[1], low, top, b, scales, X, FMT, PTX),)  # noqa: RUF005
+        acc = grown
+    return acc
+
+
+@triton.jit
+def fold_heads(acc, part, ss, head, lane, eps, TILES: tl.constexpr):
+    """`acc` plus `part` (sums over one head of 128) times the head's RMS factors of the two columns of a lane."""
+    at = head * 32 + (lane % 4) * 2
+    even = tl.zeros_like(acc[0][0])
+    odd = even
+    for i in tl.static_range(4):
+        even += tl.load(ss + tl.max_contiguous(at + 8 * i, [1, 2]))
+        odd += tl.load(ss + tl.max_contiguous(at + 8 * i + 1, [1, 2]))
+    even = 1.0 / tl.sqrt_rn(even / 128 + eps)
+    odd = 1.0 / tl.sqrt_rn(odd / 128 + eps)
     grown = ()
-    for t in tl.static_range(T):
-        i = tl.minimum(t0 + t, rows - 1)
-        dot = row_dot(words, high, xq + i * (8 * G32), xs + i * G32, ss + i * PARTS, g, eps, G32, FMT, HEADS, PTX)
-        grown = grown + (accumulators[t] + dot * factor,)  # noqa: RUF005
+    for r in tl.static_range(TILES):
+        total = acc[r]
+        head_sum = part[r]
+        grown = grown + ((  # noqa: RUF005
+            tl.fma(head_sum[0], even, total[0]), tl.fma(head_sum[1], odd, total[1]),
+            tl.fma(head_sum[2], even, total[2]), tl.fma(head_sum[3], odd, total[3]),
+        ),)  # fmt: skip
     return grown
 
 
 @triton.jit
-def tile_products(
-    w, wh, ws, row, xq, xs, ss, t0, rows, eps,
-    G: tl.constexpr, BG: tl.constexpr, G32: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, FMT: tl.constexpr,
-    HEADS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Sums over K of weight rows `row` [BN] with activation rows t0..t0+T-1: a tuple of T vectors [BN]."""
-    high_planes: tl.constexpr = 2 if FMT == 5 else (4 if FMT == 6 else 0)
-    chunks: tl.constexpr = G // BG
-    g = tl.arange(0, BG)
-    offset = weight_offsets(row, G, 8)[:, None] + g[None, :]
-    high_offset = weight_offsets(row, G, high_planes)[:, None] + g[None, :]
-    scale_offset = row[:, None] * G + g[None, :]
-    words = load_words(w, offset, 32 * G, None)
-    high = load_high(wh, high_offset, 32 * G, None, FMT)
-    scale = tl.load(ws + scale_offset, eviction_policy="evict_first")
-    wait_for_inputs(PDL)
-    accumulators = ()
-    for _t in tl.static_range(T):
-        accumulators = accumulators + (tl.zeros(words[0].shape, tl.float32),)  # noqa: RUF005
-    if chunks <= 4:
-        for c in tl.static_range(chunks):
-            if c > 0:
-                words = load_words(w, offset + c * BG, 32 * G, None)
-                high = load_high(wh, high_offset + c * BG, 32 * G, None, FMT)
-                scale = tl.load(ws + scale_offset + c * BG, eviction_policy="evict_first")
-            accumulators = add_products(
-                accumulators, words, high, scale, xq, xs, ss, t0, rows, c * BG + g, eps, G32, PARTS, T, FMT, HEADS, PTX
-            )
-    else:
-        for c in range(chunks):
-            # The next chunk is on its way while this one is multiplied; the last turn asks for nothing.
-            ahead = c * BG + BG
-            inside = (ahead + g)[None, :] < G
-            next_words = load_words(w, offset + ahead, 32 * G, inside)
-            next_high = load_high(wh, high_offset + ahead, 32 * G, inside, FMT)
-            next_scale = tl.load(ws + scale_offset + ahead, mask=inside, eviction_policy="evict_first")
-            accumulators = add_products(
-                accumulators, words, high, scale, xq, xs, ss, t0, rows, c * BG + g, eps, G32, PARTS, T, FMT, HEADS, PTX
-            )
-            words = next_words
-            high = next_high
-            scale = next_scale
-    sums = ()
-    for t in tl.static_range(T):
-        sums = sums + (tl.sum(accumulators[t], 1),)  # noqa: RUF005
-    return sums
+def fresh(TILES: tl.constexpr, X: tl.constexpr):
+    """Zero accumulators of `TILES` row tiles."""
+    acc = ()
+    for _r in tl.static_range(TILES):
+        acc = acc + (zero_registers(X),)  # noqa: RUF005
+    return acc
 
 
 @triton.jit
+def tile_products(
+    w, wh, ws, tile, q, s, ss, eps,
+    TILES: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr, X: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sums over K of row tiles tile..tile+TILES-1 with one activation block: a tuple of accumulators."""
+    # With a factor per head a warp takes whole heads: 128 of K are four units of 32 or two of 64.
+    RUN: tl.constexpr = (4 if FMT == 8 else 2) if HEADS else 1
+    STAGES: tl.constexpr = U // (X * S)
+    lane = tl.arange(0, 32)[None, :]
+    units = load_units(w, wh, ws, tile, 0, lane, TILES, U, S, FMT, X, RUN)
+    wait_for_inputs(PDL)
+    acc = fresh(TILES, X)
+    if STAGES <= 2:
+        for c in tl.static_range(STAGES):
+            if c > 0:
+                units = load_units(w, wh, ws, tile, c * S, lane, TILES, U, S, FMT, X, RUN)
+            acc = add_stage(acc, units, q, s, ss, c * S, lane, eps, TILES, S, FMT, HEADS, X, RUN, PTX)
+    else:
+        for c in range(STAGES):
+            # The next stage is on its way while this one is multiplied; the last turn asks for its own again.
+            ahead = tl.minimum(c + 1, STAGES - 1) * S
+            following = load_units(w, wh, ws, tile, ahead, lane, TILES, U, S, FMT, X, RUN)
+            acc = add_stage(acc, units, q, s, ss, c * S, lane, eps, TILES, S, FMT, HEADS, X, RUN, PTX)
+            units = following
+    return acc
+
+
+@triton.jit
+def add_stage(
+    acc, units, q, s, ss, step, lane, eps, TILES: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr,
+    HEADS: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One stage of S steps; with HEADS every run is summed alone and folded with its factor."""
+    if HEADS:
+        for h in tl.static_range(S // RUN):
+            at = step + h * RUN
+            part = fresh(TILES, X)
+            run = ()
+            for i in tl.static_range(RUN * TILES):
+                run = run + (units[h * RUN * TILES + i],)  # noqa: RUF005
+            part = add_units(part, run, q, s, at, lane, TILES, RUN, FMT, X, RUN, PTX)
+            head = (at // RUN) * X + tl.arange(0, X)[:, None]
+            acc = fold_heads(acc, part, ss, head, lane, eps, TILES)
+        return acc
+    else:
+        return add_units(acc, units, q, s, step, lane, TILES, S, FMT, X, RUN, PTX)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     w, wh, ws, xq, xs, ss, out, u, side_w, side_out, rows, side_rows, eps,
-    N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
+    N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, ROWNORM: tl.constexpr, SIDE: tl.constexpr, SIDE_BN: tl.constexpr, FMT: tl.constexpr,
-    T: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t, n] = factor(t) * sum_k w[n, k] x[t, k]; with SIDE also fp32 `side_out` = bf16 `side_w` times `u` rows."""
+    G32: tl.constexpr = K // 32
     pid = tl.program_id(0)
-    t0 = tl.program_id(1) * T
-    if pid < N // BN:
-        row = pid * BN + tl.arange(0, BN)
-        sums = tile_products(
-            w, wh, ws, row, xq, xs, ss, t0, rows, eps, G, BG, K // 32, PARTS, T, FMT, HEADS, PTX, PDL
-        )
-        for t in tl.static_range(T):
-            y = sums[t]
+    block = tl.program_id(1)
+    main: tl.constexpr = N // (16 * TILES)
+    xq += block * (G32 * 64)
+    xs += block * (G32 * 8)
+    ss += block * (PARTS * 8)
+    if pid < main:
+        acc = tile_products(w, wh, ws, pid * TILES, xq, xs, ss, eps, TILES, U, S, FMT, HEADS, X, PTX, PDL)
+        t = block * 8 + tl.arange(0, 8)
+        if ROWNORM:
+            factor = row_factors(ss, eps, PARTS, PARTS_BLOCK, K)
+        for r in tl.static_range(TILES):
+            y = tile_of(acc[r])
             if ROWNORM:
-                i = tl.minimum(t0 + t, rows - 1)
-                y = y * row_factor(ss + i * PARTS, eps, PARTS, PARTS_BLOCK, K)
-            tl.store(out + (t0 + t) * N + row, y.to(out.dtype.element_ty), mask=(row < N) & (t0 + t < rows))
+                y = y * factor[None, :]
+            n = (pid * TILES + r) * 16 + tl.arange(0, 16)
+            tl.store(out + t[None, :] * N + n[:, None], y.to(out.dtype.element_ty), mask=(t < rows)[None, :])
     elif SIDE:
         side_products(
-            u, side_w, side_out, ss, (pid - N // BN) * SIDE_BN, t0, rows, side_rows, eps,
-            K, PARTS, PARTS_BLOCK, SIDE_BN, T, PDL,
+            u, side_w, side_out, ss, (pid - main) * SIDE_BN, block * 8, rows, side_rows, eps,
+            K, PARTS, PARTS_BLOCK, SIDE_BN, PDL,
         )  # fmt: skip
 
 
 @triton.jit
 def side_products(
     u, side_w, side_out, ss, first, t0, rows, side_rows, eps,
-    K: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, BN: tl.constexpr, T: tl.constexpr,
-    PDL: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A few bf16 rows (router, decay and update-rate inputs) times fp32 activations: logits keep their precision."""
+    BK: tl.constexpr = K if K & (K - 1) == 0 else (1024 if K % 1024 == 0 else 64)
     row = first + tl.arange(0, BN)
-    BK: tl.constexpr = 1024 if K % 1024 == 0 else 64
     k = tl.arange(0, BK)
     inside = row[:, None] < side_rows
     weight = tl.load(side_w + row[:, None] * K + k[None, :], mask=inside, other=0.0)
     wait_for_inputs(PDL)
-    totals = ()
-    for t in tl.static_range(T):
-        totals = totals + (tl.zeros([BN, BK], tl.float32),)  # noqa: RUF005
-    for c in tl.static_range(K // BK):
-        if c > 0:
-            weight = tl.load(side_w + row[:, None] * K + c * BK + k[None, :], mask=inside, other=0.0)
-        grown = ()
-        for t in tl.static_range(T):
-            i = tl.minimum(t0 + t, rows - 1)
-            x = tl.load(u + i * K + c * BK + k)
-            grown = grown + (totals[t] + weight.to(tl.float32) * x[None, :],)  # noqa: RUF005
-        totals = grown
-    for t in tl.static_range(T):
-        i = tl.minimum(t0 + t, rows - 1)
-        y = tl.sum(totals[t], 1) * row_factor(ss + i * PARTS, eps, PARTS, PARTS_BLOCK, K)
-        tl.store(side_out + (t0 + t) * side_rows + row, y, mask=(row < side_rows) & (t0 + t < rows))
+    factor = row_factors(ss, eps, PARTS, PARTS_BLOCK, K)
+    lane = tl.arange(0, 8)
+    t = t0
+    while t < tl.minimum(t0 + 8, rows):
+        total = tl.zeros([BN, BK], tl.float32)
+        for c in tl.static_range(K // BK):
+            if c > 0:
+                weight = tl.load(side_w + row[:, None] * K + c * BK + k[None, :], mask=inside, other=0.0)
+            x = tl.load(u + t * K + c * BK + k)
+            total = tl.fma(weight.to(tl.float32), tl.broadcast_to(x[None, :], [BN, BK]), total)
+        if K > BK:
+            weight = tl.load(side_w + row[:, None] * K + k[None, :], mask=inside, other=0.0)
+        y = tl.sum(total, 1) * tl.sum(tl.where(lane == t - t0, factor, 0.0), 0)
+        tl.store(side_out + t * side_rows + row, y, mask=row < side_rows)
+        t += 1
 
 
 @triton.jit
-def finish_residual(x, norm, x_out, u_out, q_out, s_out, ss_out, i, pid, row, N: tl.constexpr):
-    """Store 32 residual values of row `i` and their normalised-later int8 group for the next reader."""
-    tl.store(x_out + i * N + row, x)
-    u = x * (1.0 + tl.load(norm + row).to(tl.float32))
-    tl.store(u_out + i * N + row, u)
-    emit_group(u, q_out + i * (N // 4), s_out + i * (N // 32), pid, N // 32)
-    tl.store(ss_out + i * (N // 32) + pid, tl.sum(x * x, 0))
+def finish_residual(x, norm, x_out, u_out, q_out, s_out, ss_out, t, rows, group, N: tl.constexpr):
+    """Store new residual values `x` [32, 8] of rows `t` [8] and their int8 group, to be normalised by the reader."""
+    n = group * 32 + tl.arange(0, 32)
+    at = t[None, :] * N + n[:, None]
+    live = (t < rows)[None, :]
+    tl.store(x_out + at, x, mask=live)
+    u = x * (1.0 + tl.load(norm + n).to(tl.float32))[:, None]
+    tl.store(u_out + at, u, mask=live)
+    words, scale = quantize_columns(u)
+    column = t % 8
+    unit = (t // 8) * (N // 32) + group
+    tl.store(q_out + (unit * 64 + column * 8)[None, :] + tl.arange(0, 8)[:, None], words, mask=live)
+    tl.store(s_out + unit * 8 + column, scale, mask=t < rows)
+    tl.store(ss_out + unit * 8 + column, tl.sum(x * x, 0), mask=t < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_residual_kernel(
     w, wh, ws, xq, xs, ss, x, norm, x_out, u_out, q_out, s_out, ss_out, rows, eps,
-    N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, FMT: tl.constexpr,
-    T: tl.constexpr, BG: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, FMT: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x_out = x + w @ a (fp32), and the int8 groups of x_out * (1 + norm): one program owns one group of 32."""
+    G32: tl.constexpr = K // 32
     pid = tl.program_id(0)
-    t0 = tl.program_id(1) * T
-    row = pid * 32 + tl.arange(0, 32)
-    sums = tile_products(w, wh, ws, row, xq, xs, ss, t0, rows, eps, G, BG, K // 32, PARTS, T, FMT, HEADS, PTX, PDL)
-    for t in tl.static_range(T):
-        if t0 + t < rows:
-            value = sums[t] + tl.load(x + (t0 + t) * N + row)
-            finish_residual(value, norm, x_out, u_out, q_out, s_out, ss_out, t0 + t, pid, row, N)
-
-
-def row_block(rows: int) -> int:
-    """Activation rows that one program takes: all of a small call, eight of a larger one."""
-    return min(rows, 8)
+    block = tl.program_id(1)
+    acc = tile_products(
+        w, wh, ws, pid * 2, xq + block * (G32 * 64), xs + block * (G32 * 8), ss + block * (PARTS * 8), eps,
+        2, U, S, FMT, HEADS, X, PTX, PDL,
+    )  # fmt: skip
+    t = block * 8 + tl.arange(0, 8)
+    n = pid * 32 + tl.arange(0, 32)
+    value = tl.load(x + t[None, :] * N + n[:, None], mask=(t < rows)[None, :], other=0.0)
+    value += stack(tile_of(acc[0]), tile_of(acc[1]))
+    finish_residual(value, norm, x_out, u_out, q_out, s_out, ss_out, t, rows, pid, N)
 
 
 def project(
@@ -195,29 +254,29 @@ def project(
     u: torch.Tensor | None = None,
     side: torch.Tensor | None = None,
     side_out: torch.Tensor | None = None,
+    side_rows: int = 4,
     tile: _tiles.Tile | None = None,
 ) -> torch.Tensor:
     """out [T, N] = matrix times activation rows; see `linear_kernel`.
 
     Args:
         norm: "row" applies the RMS factor of the whole row, "head" that of each head of 128, "none" nothing.
-        u: fp32 [T, K], `side`: bf16 [M, K], `side_out`: fp32 [T, M]: extra high-precision rows in the same launch.
+        u: fp32 [T, K], `side`: bf16 [M, K], `side_out`: fp32 [T, M]: extra high-precision rows in the same launch,
+            `side_rows` of them a program.
     """
     rows = out.shape[0]
     tile = tile or _tiles.projection(matrix)
-    block = row_block(rows)
-    side_rows = side.shape[0] if side is not None else 0
-    side_bn = 4
-    grid = (matrix.rows // tile.rows + triton.cdiv(side_rows, side_bn), triton.cdiv(rows, block))
+    extra = side.shape[0] if side is not None else 0
+    grid = (matrix.rows // (16 * tile.tiles) + triton.cdiv(extra, side_rows), triton.cdiv(rows, 8))
     parts = a.ss.shape[1]
     dummy = a.s
     linear_kernel[grid](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out,
         u if u is not None else dummy, side if side is not None else dummy,
-        side_out if side_out is not None else dummy, rows, side_rows, eps,
-        N=matrix.rows, G=matrix.groups, K=matrix.columns, PARTS=parts, PARTS_BLOCK=triton.next_power_of_2(parts),
-        HEADS=norm == "head", ROWNORM=norm == "row", SIDE=side is not None, SIDE_BN=side_bn, FMT=matrix.code,
-        T=block, BN=tile.rows, BG=tile.groups, **_tiles.launch(out, tile.warps),
+        side_out if side_out is not None else dummy, rows, extra, eps,
+        N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=parts, PARTS_BLOCK=triton.next_power_of_2(parts),
+        HEADS=norm == "head", ROWNORM=norm == "row", SIDE=side is not None, SIDE_BN=side_rows, FMT=matrix.code,
+        TILES=tile.tiles, S=tile.steps, X=tile.warps, **_tiles.launch(out, tile.warps),
     )  # fmt: skip
     return out
 
@@ -238,10 +297,9 @@ def project_residual(
     """x_out [T, N] = x + matrix times `a`; u_out = x_out * (1 + next_norm) and its int8 form in `a_out`."""
     rows = x.shape[0]
     tile = tile or _tiles.projection(matrix, residual=True)
-    block = row_block(rows)
-    linear_residual_kernel[(matrix.rows // 32, triton.cdiv(rows, block))](
+    linear_residual_kernel[(matrix.rows // 32, triton.cdiv(rows, 8))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, x, next_norm, x_out, u_out,
         a_out.q, a_out.s, a_out.ss, rows, eps,
-        N=matrix.rows, G=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
-        T=block, BG=tile.groups, **_tiles.launch(x, tile.warps),
+        N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
+        S=tile.steps, X=tile.warps, **_tiles.launch(x, tile.warps),
     )  # fmt: skip

@@ -1,0 +1,280 @@
+"""Decode kernels under Triton's interpreter against torch twins, on tiny shapes. A program: prints one JSON line a case.
+
+Run with TRITON_INTERPRET=1 in a process of its own: the interpreter is chosen when Triton is first imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+import torch
+from torch.nn import functional as F
+
+from ninfer_core.kernels import _tiles, attention_decode, gated_delta_decode, linear_decode, moe_decode
+from ninfer_core.kernels._order import GROUP, Activation, pack_codes, quantize_rows_ref
+
+NAN = float("nan")
+EXACT = 1e-6
+"""fp32 sums in another order."""
+INT8 = 0.02
+"""Int8 rows with one scale per 32 values, against unrounded ones."""
+
+
+def matrix(rows, columns, fmt):
+    low = {"W8": -127, "Q4": -8, "Q5": -16, "Q6": -32}[fmt]
+    high = {"W8": 128, "Q4": 8, "Q5": 16, "Q6": 32}[fmt]
+    codes = torch.randint(low, high, (rows, columns))
+    scales = (torch.rand(rows, columns // GROUP[fmt]) * 0.01).half()
+    values = (codes.float().view(rows, -1, GROUP[fmt]) * scales.float()[..., None]).view(rows, columns)
+    return pack_codes(codes, scales, fmt), values
+
+
+def activation(rows, columns):
+    return Activation.from_rows(torch.randn(rows, columns), torch.rand(rows, columns // 32) * columns)
+
+
+def near(out, ref, limit, what):
+    error = ((out.double() - ref.double()).norm() / ref.double().norm()).item()
+    assert error < limit, f"{what}: relative error {error:.2e}, allowed {limit:.0e}"
+
+
+def same(out, ref, what):
+    assert torch.equal(out, ref), f"{what}: {(out != ref).sum().item()} of {ref.numel()} values differ"
+
+
+def project(fmt):
+    weight, values = matrix(64, 256, fmt)
+    rows = 9 if fmt == "W8" else 2  # nine rows: a second block of eight, mostly empty
+    a = activation(rows, 256)
+    x, parts = a.values(rows), a.rows(rows)[2]
+    factor = torch.rsqrt(parts.sum(1, keepdim=True) / 256 + 1e-6)
+    heads = torch.rsqrt(parts.view(rows, 2, 4).sum(-1) / 128 + 1e-6)
+    expected = {
+        "row": (x @ values.T) * factor,
+        "none": x @ values.T,
+        "head": (x.view(rows, 2, 128) * heads[..., None]).view(rows, 256) @ values.T,
+    }
+    run = 4 if fmt == "W8" else 2
+    for norm, tile in (("row", (2, 1, 4)), ("head", (1, run, 2)), ("none", (2, 2, 1))):
+        out = torch.full((rows, 64), NAN)
+        linear_decode.project(weight, a, out, norm=norm, tile=_tiles.Tile(*tile))
+        near(out, expected[norm], EXACT, f"{fmt} {norm}")
+
+
+def side_rows():
+    weight, _ = matrix(32, 64, "W8")
+    a = activation(3, 64)
+    u, side = torch.randn(3, 64), torch.randn(6, 64).bfloat16()
+    out, extra = torch.full((3, 32), NAN), torch.full((3, 6), NAN)
+    linear_decode.project(weight, a, out, u=u, side=side, side_out=extra)
+    factor = torch.rsqrt(a.rows(3)[2].sum(1, keepdim=True) / 64 + 1e-6)
+    near(extra, (u @ side.float().T) * factor, EXACT, "side rows")
+
+
+def residual():
+    weight, values = matrix(64, 128, "Q5")
+    a, x = activation(3, 128), torch.randn(3, 64)
+    norm = (torch.randn(64) * 0.1).bfloat16()
+    x_out, u_out, out = torch.full((3, 64), NAN), torch.full((3, 64), NAN), Activation.empty(3, 64, 2, "cpu")
+    linear_decode.project_residual(weight, a, x, norm, x_out, u_out, out)
+    near(x_out, x + a.values(3) @ values.T, EXACT, "x")
+    same(u_out, x_out * (1 + norm.float()), "u")
+    q, s, parts = out.rows(3)
+    words, scales = quantize_rows_ref(u_out)
+    same(q, words, "codes")
+    near(s, scales, EXACT, "scales")
+    near(parts.sum(1), (x_out**2).sum(1), EXACT, "sums of squares")
+
+
+def experts(fmt_up, fmt_down, rows):
+    count, top_k, inner, width = 4, 2, 64, 64
+    up, up_values = matrix(count * 2 * inner, width, fmt_up)
+    down, down_values = matrix(count * width, inner, fmt_down)
+    shared_up, shared_up_values = matrix(2 * inner, width, "W8")
+    shared_down, shared_down_values = matrix(width, inner, "W8")
+    x, router = torch.randn(rows, width), torch.randn(count + 1, width).bfloat16()
+    norm = (torch.randn(width) * 0.1).bfloat16()
+    a = Activation.from_rows(x, (x**2).view(rows, 2, 32).sum(-1))
+    factor = torch.rsqrt((x**2).mean(1, keepdim=True) + 1e-6)
+    logits, shared = torch.full((rows, count + 1), NAN), torch.full((rows, 2 * inner), NAN)
+    h = moe_decode.ExpertRows.empty(rows, top_k, inner, "cpu")
+    ids, weights = torch.full((rows, top_k), -1, dtype=torch.int32), torch.full((rows, top_k), NAN)
+    moe_decode.route_and_shared(shared_up, router, a, x, shared, logits)
+    near(logits, (x @ router.float().T) * factor, EXACT, "logits")
+    near(shared, (a.values(rows) @ shared_up_values.T) * factor, EXACT, "shared gate/up")
+    moe_decode.expert_gate_up(up, a, logits, shared, h, ids, weights)
+    best, order = logits[:, :count].topk(top_k)
+    same(ids.long(), order, "ids")
+    near(weights, best.softmax(-1), EXACT, "weights")
+    y = torch.einsum("tsik,tk->tsi", up_values.view(count, 2 * inner, width)[order], a.values(rows)) * factor[..., None]
+    hidden = (F.silu(y[..., :inner]) * y[..., inner:]).view(-1, inner)
+    hidden = torch.cat([hidden, F.silu(shared[:, :inner]) * shared[:, inner:]])
+    words, scales = quantize_rows_ref(hidden)
+    near(h.s, scales, 1e-5, "inner scales")
+    assert (h.q != words).sum() <= 2, "inner codes"  # a value at a rounding border may fall either way
+    codes = h.q.view(torch.int8).view(-1, inner // 32, 32).float()
+    inner_rows = (codes * h.s[..., None]).view(-1, inner)
+    x_out, u_out, out = (
+        torch.full((rows, width), NAN),
+        torch.full((rows, width), NAN),
+        Activation.empty(rows, width, 2, "cpu"),
+    )
+    moe_decode.expert_down(down, shared_down, h, ids, weights, logits, x, norm, x_out, u_out, out)
+    parts = torch.einsum(
+        "tsdi,tsi->tsd", down_values.view(count, width, inner)[order], inner_rows[:-rows].view(rows, top_k, inner)
+    )
+    expected = (parts * weights[..., None]).sum(1) + torch.sigmoid(logits[:, count:]) * (
+        inner_rows[-rows:] @ shared_down_values.T
+    )
+    near(x_out - x, expected, 1e-5, "x")
+    same(out.rows(rows)[0], quantize_rows_ref(u_out)[0], "codes")
+    near(out.rows(rows)[2].sum(1), (x_out**2).sum(1), EXACT, "sums of squares")
+
+
+def ties():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 9.0], [-1.0, -1.0, -1.0, -5.0, 0.0]])
+    a, shared = activation(2, 64), torch.randn(2, 128)
+    up, _ = matrix(4 * 128, 64, "Q4")
+    h, weights = moe_decode.ExpertRows.empty(2, 2, 64, "cpu"), torch.full((2, 2), NAN)
+    ids = torch.full((2, 2), -1, dtype=torch.int32)
+    moe_decode.expert_gate_up(up, a, logits, shared, h, ids, weights)
+    assert ids.tolist() == [[1, 2], [0, 1]], ids.tolist()
+    same(weights, torch.full((2, 2), 0.5), "weights of equal logits")
+
+
+def delta():
+    key_heads, heads, tokens = 1, 2, 7
+    channels = (2 * key_heads + heads) * 128
+    projected = torch.randn(tokens, channels + heads * 128).bfloat16()
+    ab, taps = torch.randn(tokens, 2 * heads), torch.randn(4, channels).bfloat16()
+    a_log, bias, norm = torch.randn(heads) * 0.3, torch.randn(heads), torch.rand(128).bfloat16()
+
+    def run(plan):
+        state = gated_delta_decode.DeltaState.empty(2, key_heads, heads, "cpu")
+        at, commit, found = 0, 0, []
+        for rows, kept in plan:
+            p = projected[at : at + rows].clone()
+            p[kept:] = torch.randn_like(p[kept:])  # rows that will be rejected
+            out = Activation.empty(rows, heads * 128, heads * 4, "cpu")
+            ints = [torch.tensor([v], dtype=torch.int32) for v in (1, at, commit)]
+            gated_delta_decode.gated_delta(p, ab[at : at + rows].clone(), taps, a_log, bias, norm, state, *ints, out)
+            found.append(out.rows(kept))
+            at, commit = at + kept, kept
+        return [torch.cat(part) for part in zip(*found, strict=True)]
+
+    single, window = run([(1, 1)] * tokens), run([(3, 1), (3, 3), (3, 2), (1, 1)])
+    for one, other, what in zip(single, window, ("codes", "scales", "sums"), strict=True):
+        same(other, one, f"window against single rows: {what}")
+    out = Activation.empty(tokens, heads * 128, heads * 4, "cpu")
+    for t in range(tokens):
+        out.q[0, :, t], out.s[0, :, t] = single[0][t], single[1][t]
+    factor = torch.rsqrt(single[2].view(tokens, heads, 4).sum(-1) / 128 + 1e-6)
+    got = out.values(tokens).view(tokens, heads, 128) * factor[..., None]
+    near(got, delta_reference(projected, ab, taps, a_log, bias, norm, heads), INT8, "output")
+
+
+def delta_reference(projected, ab, taps, a_log, bias, norm, heads):
+    channels, tokens = taps.shape[1], projected.shape[0]
+    raw = torch.cat([torch.zeros(3, channels), projected[:, :channels].float()])
+    mixed = torch.stack([F.silu((raw[t : t + 4] * taps.float()).sum(0)) for t in range(tokens)]).bfloat16().double()
+    width = (channels - heads * 128) // 2
+    q, k, v = mixed.split([width, width, heads * 128], 1)
+    q, k = (p.view(tokens, -1, 128).repeat_interleave(heads * 128 // width, 1) for p in (q, k))
+    q = q / torch.sqrt((q**2).sum(-1, keepdim=True) + 1e-6) / 128**0.5
+    k = k / torch.sqrt((k**2).sum(-1, keepdim=True) + 1e-6)
+    g = -torch.exp(a_log.double()) * F.softplus(ab[:, :heads].double() + bias)
+    beta = torch.sigmoid(ab[:, heads:].double())
+    state, out = torch.zeros(heads, 128, 128, dtype=torch.double), []
+    for t in range(tokens):
+        state = state * torch.exp(g[t])[:, None, None]
+        e = beta[t][:, None] * (v.view(tokens, heads, 128)[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * e[:, None, :]
+        out.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    o, z = torch.stack(out), projected[:, channels:].double().view(tokens, heads, 128)
+    return o / torch.sqrt((o**2).mean(-1, keepdim=True) + 1e-6) * norm.double() * F.silu(z)
+
+
+def kv_codes(x):
+    groups = x.unflatten(-1, (-1, 64))
+    scales = (groups.abs().amax(-1) / 127).half()
+    step = scales.float().masked_fill(scales == 0, float("inf"))[..., None]
+    return (groups / step).round().clamp(-127, 127).to(torch.int8).flatten(-2), scales
+
+
+def attend():
+    heads, kv_heads, tokens = 4, 2, 70
+    table = torch.tensor([[3, 1]], dtype=torch.int32)
+    projected = torch.randn(tokens, 2 * (heads + kv_heads) * 256).bfloat16()
+    q_gain, k_gain = (torch.randn(256) * 0.1).bfloat16(), (torch.randn(256) * 0.1).bfloat16()
+    angle = torch.arange(tokens).double()[:, None] * 1e7 ** (-torch.arange(32).double() / 32)
+    cos, sin = torch.cat([angle.cos()] * 2, 1).float(), torch.cat([-angle.sin(), angle.sin()], 1).float()
+
+    def rotated(x, gain):
+        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * (1 + gain.float())
+        turn = torch.cat([x[..., 32:64], x[..., :32]], -1)
+        return torch.cat([x[..., :64] * cos[:, None] + turn * sin[:, None], x[..., 64:]], -1)
+
+    q, k, gate, v = projected.float().view(tokens, -1, 256).split([heads, kv_heads, heads, kv_heads], 1)
+    q, k = rotated(q, q_gain), rotated(k, k_gain)
+    codes, scales = kv_codes(torch.stack([k, v]))  # [2, T, K, 256], [2, T, K, 4]
+    stored = (codes.unflatten(-1, (-1, 64)).float() * scales.float()[..., None]).flatten(-2)
+
+    def run(first, rows):
+        pages = torch.randint(-127, 128, (2, kv_heads, 4, 64, 256), dtype=torch.int8)
+        steps = torch.full((2, kv_heads, 4, 64, 4), NAN).half()  # unwritten scales must never reach a result
+        for t in range(first):
+            pages[:, :, table[0, t // 64], t % 64], steps[:, :, table[0, t // 64], t % 64] = codes[:, t], scales[:, t]
+        work = attention_decode.AttentionWorkspace.empty(rows, 128, heads, "cpu", split=64)
+        work.out.fill_(NAN)
+        out, span = Activation.empty(rows, heads * 256, 1, "cpu"), slice(first, first + rows)
+        attention_decode.attention(
+            projected[span].contiguous(), q_gain, k_gain, cos[span].contiguous(), sin[span].contiguous(), pages, steps,
+            table, torch.tensor([first], dtype=torch.int32), work, out, heads=heads,
+        )  # fmt: skip
+        for t in range(first, first + rows):
+            assert (pages[:, :, table[0, t // 64], t % 64] != codes[:, t]).sum() <= 1, f"codes of token {t}"
+            same(steps[:, :, table[0, t // 64], t % 64], scales[:, t], f"scales of token {t}")
+        return out
+
+    window = run(62, 4)  # rows on both sides of a page and of a split
+    for row, t in enumerate(range(62, 66)):
+        score = torch.einsum("hd,thd->ht", q[t], stored[0, : t + 1].repeat_interleave(2, 1)) / 16
+        y = torch.einsum("ht,thd->hd", score.softmax(-1), stored[1, : t + 1].repeat_interleave(2, 1))
+        near(window.values(4)[row], (y * torch.sigmoid(gate[t])).flatten(), INT8, f"token {t}")
+    for t in (63, 64):
+        alone = run(t, 1).rows(1)
+        same(alone[0][0], window.rows(4)[0][t - 62], f"token {t} alone: codes")
+        same(alone[1][0], window.rows(4)[1][t - 62], f"token {t} alone: scales")
+
+
+CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
+    "side rows": (side_rows,),
+    "residual": (residual,),
+    "experts Q4 Q5": (experts, "Q4", "Q5", 3),
+    "experts W8 W8": (experts, "W8", "W8", 1),
+    "experts Q4 Q6": (experts, "Q4", "Q6", 1),
+    "expert ties": (ties,),
+    "gated delta": (delta,),
+    "attention": (attend,),
+}
+
+
+def main(names: list[str]) -> None:
+    """Run the named cases, or all."""
+    torch.set_num_threads(1)
+    for name, (case, *arguments) in CASES.items():
+        if names and name not in names:
+            continue
+        torch.manual_seed(0)
+        try:
+            case(*arguments)
+            fault = None
+        except Exception:
+            fault = traceback.format_exc()[-3000:]
+        print(json.dumps({"case": name, "fault": fault}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+"""The Triton decode kernels: results under the interpreter, and builds for every supported card without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CASES = (
+    "project W8", "project Q4", "project Q5", "project Q6", "side rows", "residual", "experts Q4 Q5", "experts W8 W8",
+    "experts Q4 Q6", "expert ties", "gated delta", "attention",
+)  # fmt: skip
+SMALLEST_BLOCK_MEMORY = 99 * 1024
+"""Shared memory of one block on the consumer cards (sm_86, sm_89, sm_120)."""
+
+
+def lines(program: str, *arguments: str, interpret: bool) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    done = subprocess.run(
+        [sys.executable, str(HERE / program), *arguments], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@cache
+def interpreted() -> dict[str, str | None]:
+    return {line["case"]: line["fault"] for line in lines("interpreted_cases.py", interpret=True)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_against_its_twin(case):
+    assert interpreted()[case] is None, interpreted()[case]
+
+
+def test_no_case_is_forgotten():
+    assert set(interpreted()) == set(CASES)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_builds_and_fits(capability):
+    built = lines("compile_cases.py", str(capability), interpret=False)
+    assert len(built) >= 8
+    for line in built:
+        assert line["shared"] <= SMALLEST_BLOCK_MEMORY, line
