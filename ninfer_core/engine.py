@@ -43,6 +43,7 @@ from .types import Message, Request, TokenLogprob, Tool
 
 if TYPE_CHECKING:
     from .artifact import Artifact
+    from .runtime.grammar import Grammar
     from .runtime.sampler import RawLogprob
 
 __all__ = ["Engine", "EngineOptions", "ModelCard", "RequestHandle", "get_engine", "parse_output", "render_prompt"]
@@ -105,8 +106,8 @@ class ModelCard(EngineInterface):
             "reasoning_output": True,
             "tool_calling": True,
             "tool_call_streaming": True,
-            "tool_choice": False,
-            "structured_output": False,
+            "tool_choice": True,
+            "structured_output": True,
             "temperature": True,
             "open_weights": True,
         }
@@ -127,7 +128,7 @@ class ModelCard(EngineInterface):
 
     def check(self, request: Request) -> None:
         """Validate a request as `submit` does, short of its length."""
-        check_request(request, addressable=self.frontend.tokenizer.addressable, vision=self.vision, grammars=False)
+        check_request(request, addressable=self.frontend.tokenizer.addressable, vision=self.vision, grammars=True)
 
     def prepare(self, request: Request) -> Any:
         """Validate, render and tokenize.
@@ -253,17 +254,31 @@ class Engine(ModelCard):
 
         params = resolve_sampling(request.sampling, self.frontend.generation_defaults(prompt.thinking))
         room = max(1, self._context - len(tokens))
+        limit = min(request.max_tokens or room, room)
+        grammar = self._grammar(request, prompt, limit)
         session = Session(
             RequestHandle(request, on_cancel=self._scheduler.notify, position=self._scheduler.position),
             prompt,
             self.frontend.machine(request, prompt),
-            limit=min(request.max_tokens or room, room),
+            limit=limit,
             seed=params.seed,
+            reserve=grammar.reserve if grammar is not None else 0,
         )
         addressable = self.frontend.tokenizer.addressable
-        sampler = Sampler(params, addressable=addressable, prompt=tokens, logprobs=request.logprobs)
+        sampler = Sampler(params, addressable=addressable, prompt=tokens, logprobs=request.logprobs, grammar=grammar)
         self._scheduler.enqueue(session, sampler)
         return session.handle
+
+    def _grammar(self, request: Request, prompt: Any, limit: int) -> Grammar | None:
+        """What constrains the output of a request; None for most."""
+        from .runtime.grammar import Grammar, compile_plan, needed
+        from .runtime.vocabulary import Vocabulary
+
+        if not needed(request):
+            return None
+        plan = compile_plan(request, Vocabulary.of(self.frontend.tokenizer, self.frontend.eos_ids))
+        prefix = request.messages[-1].text if prompt.continued else ""
+        return Grammar(plan, thinking=prompt.thinking, limit=limit, stop_ids=request.stop_token_ids, prefix=prefix)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -6,7 +6,7 @@ computed together; afterwards the caller says how many of them count, and the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +51,11 @@ class Rounds:
             table[: window.pages.numel()] = window.pages
         return tables
 
-    def verify(self, windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
-        """Hidden rows [B, R, hidden] on the device, logits [B, R, V] fp32 on the host, of all windows (equal R)."""
+    def verify(self, windows: Sequence[Window], meanwhile: Callable[[], None] | None = None) -> tuple[Tensor, Tensor]:
+        """Hidden rows [B, R, hidden] on the device, logits [B, R, V] fp32 on the host, of all windows (equal R).
+
+        `meanwhile` runs on the host while the device works.
+        """
         hidden = self._decoder.verify(
             self._state,
             torch.tensor([w.tokens for w in windows], device=self._device),
@@ -62,7 +65,10 @@ class Rounds:
             self._tables(windows),
             [w.rope_delta for w in windows],
         )
-        return hidden, self._decoder.logits(hidden).cpu()
+        logits = self._decoder.logits(hidden)
+        if meanwhile is not None:
+            meanwhile()
+        return hidden, logits.cpu()
 
     def realign(self, windows: Sequence[Window], tokens: list[list[int]], hidden: Tensor, wanted: list[int]) -> Tensor:
         """Draft-layer rows under the trunk's own hidden rows [B, R, hidden], over what drafting left there.

@@ -236,7 +236,8 @@ class Runner:
         rows = self.rows_for(sequences[0])
         windows = [s.window(rows) for s in sequences]
         before = [s.emitted for s in sequences]
-        hidden, logits = self._rounds.verify(windows)
+        constrained = any(s.sampler.grammar is not None for s in sequences)
+        hidden, logits = self._rounds.verify(windows, (lambda: _look_ahead(sequences, rows)) if constrained else None)
         faults: dict[Running, Exception] = {}
         for i, sequence in enumerate(sequences):
             try:
@@ -286,8 +287,7 @@ class Runner:
             raise EngineFailedError(f"{error}; the request was ended, others go on") from error
         kept = session.deliver(tokens, self._decorate(raw) if raw is not None else None, drafted=drafted)
         self._take(sequence, tokens[:kept])
-        while session.forced and not session.ended:
-            forced = session.forced
+        while not session.ended and (forced := session.forced or sequence.sampler.forced()):
             certain = [(token, 0.0, [(token, 0.0)]) for token in forced]
             count = session.deliver(forced, self._decorate(certain) if raw is not None else None)
             self._take(sequence, forced[:count])
@@ -316,3 +316,11 @@ class Runner:
         drafts = self._rounds.draft(windows, hidden, [s.length for s in sequences], self.draft_tokens)
         for sequence, made in zip(sequences, drafts, strict=True):
             sequence.drafts = made if self.proposal is None else self.proposal(sequence, made)
+
+
+def _look_ahead(sequences: Sequence[Running], rows: int) -> None:
+    """Let grammars work out what they allow in the rows behind the known tokens of each window."""
+    for sequence in sequences:
+        known = len(sequence.tokens) - sequence.length
+        if known <= rows:
+            sequence.sampler.look_ahead(sequence.drafts[: rows - known])

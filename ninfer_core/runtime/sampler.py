@@ -3,7 +3,8 @@
 Order of processing for each row (fp32 logits): ids without text are masked; `logit_bias` is added; repetition
 penalty over prompt and output (positive logits divided, negative multiplied); frequency and presence penalties over
 the output alone, reasoning included; temperature (0: argmax, lowest id on ties); min-p; top-k; top-p; then one draw.
-A row behind drafts counts them as output, so the result is that of a run without drafts.
+A row behind drafts counts them as output, so the result is that of a run without drafts. A grammar takes part before
+the draw: ids that it does not allow are out, and a token that it forces is not drawn.
 
 The random number belongs to the output position (key: the seed, counter: the index of the token in the answer), not
 to the moment: the same request gives the same tokens with any number of drafts and among any other requests.
@@ -12,12 +13,17 @@ to the moment: the same request gives the same tokens with any number of drafts 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..errors import NinferError
 from ..kernels.sampling import log_probabilities, pick, process, uniform
 from .validation import SamplingParams
+
+if TYPE_CHECKING:
+    from .grammar import Grammar, Row
 
 RawLogprob = tuple[int, float, list[tuple[int, float]]]
 """A token, its log-probability and its alternatives, before ids become text."""
@@ -27,10 +33,18 @@ class Sampler:
     """Draws the tokens of one sequence. `addressable`: ids that have text; all others are never drawn."""
 
     def __init__(
-        self, params: SamplingParams, *, addressable: int, prompt: Sequence[int] = (), logprobs: int | None = None
+        self,
+        params: SamplingParams,
+        *,
+        addressable: int,
+        prompt: Sequence[int] = (),
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.params = params
         self.logprobs = logprobs
+        self.grammar = grammar
+        self._ahead: tuple[list[int], list[Row]] | None = None
         self._addressable = addressable
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
@@ -43,6 +57,23 @@ class Sampler:
         """Tokens that were emitted (and kept): from now on they count as output."""
         if self._counts is not None:
             self._counts.index_add_(0, torch.tensor(tokens), torch.ones(len(tokens), dtype=torch.int32))
+        if self.grammar is not None:
+            self.grammar.observe(tokens)
+
+    def forced(self) -> list[int]:
+        """Tokens that the grammar leaves no choice about, to be emitted now; mostly none."""
+        return self.grammar.forced() if self.grammar is not None else []
+
+    def look_ahead(self, drafts: Sequence[int]) -> None:
+        """Work out what the grammar allows in the rows of the coming `sample`, while the device computes them.
+
+        An error of the grammar waits for `sample`, where it ends this request alone.
+        """
+        if self.grammar is not None:
+            try:
+                self._ahead = (list(drafts), self.grammar.rows(drafts))
+            except NinferError:
+                self._ahead = None
 
     def sample(self, logits: Tensor, drafts: Sequence[int], index: int) -> tuple[list[int], list[RawLogprob] | None]:
         """The tokens a round emits: row i judges draft i; the first row that differs ends it.
@@ -51,6 +82,7 @@ class Sampler:
         in the answer of the first token; R - 1 drafts. Returns between 1 and R tokens, and raw log-probabilities if
         asked for. A row that was looked at and is not finite raises FloatingPointError.
         """
+        legal = None if self.grammar is None else self._legal(self.grammar, drafts)
         rows = logits[:, : self._addressable]
         z = process(rows, self.params, self._counts, self._seen, drafts)
         finite = rows.sum(-1).isfinite().tolist()  # a sum is finite only where every term is
@@ -59,9 +91,37 @@ class Sampler:
         for i in range(rows.shape[0]):
             if not finite[i]:
                 raise FloatingPointError(f"the logits for output token {index + i} are not finite")
-            tokens.append(pick(z[i], self.params, uniform(seed, index + i)))
+            u = uniform(seed, index + i)
+            tokens.append(pick(z[i], self.params, u) if legal is None else self._constrained(z[i], legal, i, u))
             if i < len(drafts) and tokens[i] != drafts[i]:
                 break
         if self.logprobs is None:
             return tokens, None
-        return tokens, [(t, *log_probabilities(rows[i], t, self.logprobs)) for i, t in enumerate(tokens)]
+        return tokens, [
+            (t, 0.0, [(t, 0.0)])
+            if legal is not None and legal[i].forced is not None
+            else (t, *log_probabilities(rows[i], t, self.logprobs))
+            for i, t in enumerate(tokens)
+        ]
+
+    def _legal(self, grammar: Grammar, drafts: Sequence[int]) -> list[Row]:
+        """What the grammar allows in each row, up to the first draft that it does not."""
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead is not None and ahead[0] == list(drafts) else grammar.rows(drafts)
+
+    def _constrained(self, z: Tensor, legal: list[Row], i: int, u: float) -> int:
+        """One token of one processed row [A] under the grammar."""
+        grammar = self.grammar
+        assert grammar is not None
+        if grammar.state.closing:  # the row was worked out before the value began to be closed
+            legal[i:] = [grammar.row()]
+        row = legal[i]
+        if row.forced is not None:
+            grammar.take(row.forced)
+            return row.forced
+        if row.allowed is not None:
+            ids = torch.from_numpy(row.allowed)
+            return grammar.admit(int(ids[0 if ids.numel() == 1 else pick(z[ids], self.params, u)]))
+        z = z.clone()
+        z[torch.from_numpy(row.banned)] = -torch.inf
+        return grammar.admit(pick(z, self.params, u))

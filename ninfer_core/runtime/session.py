@@ -66,12 +66,20 @@ class OutputMachine(Protocol):
 class Session:
     """One request from submission to its last event.
 
-    `limit` is the number of tokens it may emit (its `max_tokens`, clamped to the room in the context).
+    `limit` is the number of tokens it may emit (its `max_tokens`, clamped to the room in the context). `reserve` of
+    them are kept for what must follow the think block, which is closed in time.
     `forced` holds token ids that must be fed next instead of sampled ones (the end of an exhausted think block).
     """
 
     def __init__(
-        self, handle: RequestHandle, prompt: Prompt, machine: OutputMachine, *, limit: int, seed: int | None = None
+        self,
+        handle: RequestHandle,
+        prompt: Prompt,
+        machine: OutputMachine,
+        *,
+        limit: int,
+        seed: int | None = None,
+        reserve: int = 0,
     ) -> None:
         self.handle = handle
         self.request = handle.request
@@ -83,6 +91,10 @@ class Session:
         self.forced: list[int] = []
         self.outcome: FinishReason | None = None
         self._machine = machine
+        budget = self.request.thinking_budget
+        if reserve:
+            budget = min(limit if budget is None else budget, max(1, limit - reserve))
+        self._thinking_budget = budget
         self._drafted = self._accepted = self._rounds = 0
         self._by_position: list[int] = []
         self._submitted = time.monotonic()
@@ -135,7 +147,7 @@ class Session:
 
     def _feed(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None, events: list[Event]) -> int:
         """Feed the machine, cutting where the thinking budget is used up; returns the number of tokens kept."""
-        machine, budget = self._machine, self.request.thinking_budget
+        machine, budget = self._machine, self._thinking_budget
         head = len(ids)
         if budget is not None and machine.in_reasoning and not self.forced:
             head = min(head, budget - machine.reasoning_tokens)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidRequestError, UnsupportedError
-from ..types import Image, Message, Request, Sampling, Text, Tool, Video
+from ..types import Image, Message, Request, ResponseFormat, Sampling, Text, Tool, Video
 
 MAX_STOP = 16
 MAX_LOGPROBS = 20
 MAX_DEPTH = 128
+KINDS = ("json", "json_schema", "regex", "grammar", "choice")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -95,12 +96,14 @@ def check_request(request: Request, *, addressable: int, vision: bool, grammars:
             )
         _unicode(text, f"stop[{i}]")
     _token_ids(_sequence(request.stop_token_ids, "stop_token_ids"), "stop_token_ids", addressable)
-    if request.response_format is not None and not grammars:
-        raise UnsupportedError(
-            f"response_format {request.response_format.kind!r} cannot be enforced by this build; leave it out and ask "
-            "for the format in the prompt",
-            param="response_format",
-        )
+    if request.response_format is not None:
+        _check_format(request.response_format)
+        if not grammars:
+            raise UnsupportedError(
+                f"response_format {request.response_format.kind!r} cannot be enforced by this build; leave it out and "
+                "ask for the format in the prompt",
+                param="response_format",
+            )
 
 
 def check_sampling(sampling: Sampling, addressable: int) -> None:
@@ -204,6 +207,36 @@ def _check_tools(request: Request, grammars: bool) -> None:
             raise UnsupportedError(
                 f"tool_choice asks to force {what}, which this build cannot enforce; use 'auto' or 'none'",
                 param="tool_choice",
+            )
+
+
+def _check_format(form: ResponseFormat) -> None:
+    """The form of a `ResponseFormat`; whether its schema or grammar compiles is found out later."""
+    if not isinstance(form, ResponseFormat) or form.kind not in KINDS:
+        what = repr(form.kind) if isinstance(form, ResponseFormat) else type(form).__name__
+        raise InvalidRequestError(
+            f"response_format is {what}; its kind must be one of {', '.join(KINDS)}", param="response_format"
+        )
+    if form.kind == "json_schema":
+        if not isinstance(form.schema, (Mapping, bool)):
+            raise InvalidRequestError(
+                f"response_format.schema must be a JSON schema, not {type(form.schema).__name__}",
+                param="response_format.schema",
+            )
+        _check_depth(form.schema, "response_format.schema")
+    if form.kind in ("regex", "grammar"):
+        if not form.pattern:
+            raise InvalidRequestError(
+                f"response_format of kind {form.kind} needs a pattern", param="response_format.pattern"
+            )
+        _text(form.pattern, "response_format.pattern")
+    if form.kind == "choice":
+        for i, text in enumerate(_sequence(form.choices, "response_format.choices")):
+            _text(text, f"response_format.choices[{i}]")
+        if not all(form.choices or ("",)):
+            raise InvalidRequestError(
+                "response_format of kind choice needs at least one text, none of them empty",
+                param="response_format.choices",
             )
 
 

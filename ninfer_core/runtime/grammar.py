@@ -1,0 +1,414 @@
+"""Constrained output: which tokens may come next, given a response format and a tool choice. No torch.
+
+A `Grammar` belongs to one request and follows its emitted tokens. Inside the think block nothing is constrained but
+that it ends with its own token; then the answer or the calls are held to a compiled grammar; with `tool_choice` auto
+the text between calls is free. Tokens are judged by their ids, so a mark that is spelled out is no way around.
+
+What may come next depends on the emitted tokens and their number alone, never on how many arrived at once: `rows`
+looks ahead along drafts and takes everything back, `observe` makes tokens final.
+
+Where the room for further tokens gets tight the value is closed: a token after which the value could no longer be
+completed in time is replaced by the first of those that complete it, and the rest follow without sampling.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from ..errors import InvalidRequestError, SchemaError
+from ..types import Request, ResponseFormat, Tool
+from .closing import completes, completion
+from .language import Language, Tags, Writer, with_options
+from .vocabulary import Vocabulary
+
+log = logging.getLogger("ninfer.engine")
+
+THINK_END, CALL, CALL_END, FUNCTION = "</think>", "<tool_call>", "</tool_call>", "<function="
+NEWLINES = 2
+"""Newlines that may stand between the think block and the answer."""
+
+
+class Phase(Enum):
+    """Where in the output the next token is."""
+
+    REASONING = "reasoning"
+    LEAD = "lead"  # behind the think block: newlines, or the first token of the body
+    TEXT = "text"  # free text that a call may follow
+    BODY = "body"  # held to the compiled grammar
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is known behind one token.
+
+    `fed`: tokens the matcher has taken; `check`: the position where room is looked at next; `path`: what completed the
+    value when that was last found out; `closing`: what remains to be emitted of a path that was entered.
+    """
+
+    phase: Phase
+    position: int = 0
+    tail: bytes = b""
+    newlines: int = 0
+    fed: int = 0
+    check: int = 0
+    path: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What may stand at one place: one `forced` token, or the `allowed` ids, or all but the `banned` ones."""
+
+    forced: int | None = None
+    allowed: np.ndarray | None = None
+    banned: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A compiled constraint. Many requests may start from one plan."""
+
+    vocabulary: Vocabulary
+    matcher: Any
+    growth: int
+    free_text: bool
+    banned_in_text: tuple[str, ...] = ()
+    calls: bool = False
+    shortest: int = 0
+    marks: tuple[str, ...] = field(default=(THINK_END,))
+
+
+def needed(request: Request) -> bool:
+    """Whether anything about the output is to be enforced."""
+    if request.response_format is not None:
+        return True
+    choice = request.tool_choice
+    if not request.tools:
+        return False
+    return choice.mode != "auto" or bool(choice.names) or any(tool.strict for tool in request.tools)
+
+
+def compile_plan(request: Request, vocabulary: Vocabulary) -> Plan:
+    """Compile what a request demands.
+
+    Raises:
+        SchemaError: a schema, regular expression or grammar that cannot be enforced.
+        InvalidRequestError: the tokenizer has no tokens for calls.
+    """
+    choice, form = request.tool_choice, request.response_format
+    tools: Sequence[Tool] = () if choice.mode == "none" else request.tools
+    if choice.names:
+        tools = [tool for tool in tools if tool.name in choice.names]
+    if choice.mode == "required":
+        form = None
+    free = form is None and choice.mode != "required"
+    if free and not tools:
+        return Plan(vocabulary, None, 0, True, banned_in_text=(CALL, FUNCTION), marks=(THINK_END, CALL))
+    language, notes = _written(form, tools, free, request.parallel_tool_calls, vocabulary)
+    for note in notes:
+        log.warning("%s", note)
+    matcher = _matcher(language, vocabulary, form)
+    if free:
+        marks, banned = (THINK_END, CALL), (FUNCTION, CALL)
+    else:
+        marks, banned = (THINK_END, CALL) if request.tools else (THINK_END,), ()
+    closing = completion(matcher, vocabulary, _MOST)
+    size = len(closing) + 1 if closing is not None else _MOST
+    return Plan(vocabulary, matcher, language.growth, free, banned, bool(tools), size, marks)
+
+
+_MOST = 4096
+"""Tokens that the search for a completion may take."""
+
+
+def _written(
+    form: ResponseFormat | None, tools: Sequence[Tool], free: bool, parallel: bool, vocabulary: Vocabulary
+) -> tuple[Language, list[str]]:
+    start, end = vocabulary.id(CALL), vocabulary.id(CALL_END)
+    if tools and (start is None or end is None):
+        raise InvalidRequestError(
+            f"tool_choice: the tokenizer has no tokens {CALL} and {CALL_END}, so calls cannot be enforced",
+            param="tool_choice",
+        )
+    writer = Writer(check)
+    tags = Tags(start, end) if start is not None and end is not None else None
+    repeat = "free" if free else "many" if parallel else "one"
+    return writer.language(form, tools, tags, repeat), writer.notes
+
+
+@lru_cache(maxsize=256)
+def _check(text: str) -> str:
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text)
+    return messages[0] if failed else ""
+
+
+def check(schema: Any) -> str:
+    """Why a JSON schema does not compile; empty if it does."""
+    if isinstance(schema, bool):
+        return "" if schema else "Unsatisfiable schema: false"
+    return _check(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(with_options(schema))))
+
+
+def _matcher(language: Language, vocabulary: Vocabulary, form: ResponseFormat | None) -> Any:
+    text = language.text
+    if not text.startswith("{"):
+        text = llguidance.LLMatcher.grammar_from_lark(text)
+    matcher = llguidance.LLMatcher(vocabulary.library, text, log_level=0)
+    if matcher.is_error():
+        what = f"response_format of kind {form.kind!r}" if form is not None else "tool_choice"
+        reason = " ".join(matcher.get_error().split())[:300]
+        raise SchemaError(
+            f"{what} cannot be compiled: {reason}", param="response_format" if form is not None else "tool_choice"
+        )
+    return matcher
+
+
+class Grammar:
+    """The constraint of one running request.
+
+    Args:
+        plan: the compiled constraint.
+        thinking: the output starts inside a think block.
+        limit: how many tokens may be emitted.
+        stop_ids: further ids that may end a finished answer.
+        prefix: text of the answer that is already there.
+
+    Raises:
+        InvalidRequestError: `prefix` does not fit the grammar.
+    """
+
+    def __init__(
+        self, plan: Plan, *, thinking: bool, limit: int, stop_ids: Sequence[int] = (), prefix: str = ""
+    ) -> None:
+        self._plan = plan
+        self._vocabulary = plan.vocabulary
+        self._matcher = plan.matcher.deep_copy() if plan.matcher is not None else None
+        self._limit = limit
+        self._ends = np.union1d(self._vocabulary.eos, np.array(sorted(stop_ids), dtype=np.int64))
+        self._think_end = self._vocabulary.id(THINK_END)
+        self._call, self._call_end = self._vocabulary.id(CALL), self._vocabulary.id(CALL_END)
+        behind = Phase.TEXT if plan.free_text else Phase.BODY
+        self._states = [State(Phase.REASONING if thinking else behind)]
+        self._pending: list[int] = []
+        if prefix and self._matcher is not None and not plan.free_text and not thinking:
+            self._skip(prefix)
+
+    def _skip(self, prefix: str) -> None:
+        ids = self._vocabulary.library.tokenize_bytes(prefix.encode())
+        if self._matcher.try_consume_tokens(ids) < len(ids):
+            raise InvalidRequestError(
+                "the message to continue does not fit the response format; leave it out or change it", param="messages"
+            )
+
+    @property
+    def reserve(self) -> int:
+        """Tokens that the answer needs behind a think block, with some for the model to choose."""
+        return 2 * self._plan.shortest + 32 if self._plan.matcher is not None and not self._plan.free_text else 0
+
+    @property
+    def state(self) -> State:
+        """Where the output stands."""
+        return self._states[-1]
+
+    # what may come next
+
+    def row(self) -> Row:
+        """What may stand at the next place."""
+        state = self.state
+        if state.closing:
+            return Row(forced=state.closing[0])
+        if state.phase is Phase.DONE:
+            return Row(allowed=self._ends)
+        if state.phase in (Phase.REASONING, Phase.TEXT):
+            return Row(banned=self._banned(state))
+        if state.phase is Phase.BODY:
+            forced = self._matcher.compute_ff_tokens()
+            if forced:
+                return Row(forced=forced[0])
+        return Row(allowed=self._allowed(state))
+
+    def _allowed(self, state: State) -> np.ndarray:
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._alive()
+        bits = np.unpackbits(words, bitorder="little", count=self._vocabulary.size)
+        if self._matcher.is_accepting():
+            bits[self._ends] = 1
+        if state.phase is Phase.LEAD:
+            room = NEWLINES - state.newlines
+            bits[[token for token, count in self._vocabulary.newlines.items() if count <= room]] = 1
+        return np.flatnonzero(bits)
+
+    def _alive(self) -> None:
+        if self._matcher.is_error():
+            reason = " ".join(self._matcher.get_error().split())[:300]
+            raise SchemaError(f"the grammar cannot be followed any further: {reason}", param="response_format")
+
+    def _banned(self, state: State) -> np.ndarray:
+        plan, vocabulary = self._plan, self._vocabulary
+        reasoning = state.phase is Phase.REASONING
+        parts = [vocabulary.eos] if reasoning else []
+        if (reasoning and CALL in plan.marks) or (not reasoning and plan.matcher is None):
+            parts += [np.array([self._call])] if self._call is not None else []
+        for mark in plan.marks if reasoning else plan.banned_in_text:
+            found = vocabulary.completing(mark)
+            parts.append(found[0])
+            spelled = mark.encode()
+            parts += [found[n] for n in range(1, len(spelled)) if state.tail.endswith(spelled[:n])]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def rows(self, drafts: Sequence[int]) -> list[Row]:
+        """`row` behind the emitted tokens and behind each draft, up to the first draft that may not stand there."""
+        self._restore(0)
+        made = [self.row()]
+        for draft in drafts:
+            if not _may(made[-1], draft):
+                break
+            self._push(draft)
+            made.append(self.row())
+        self._restore(0)
+        return made
+
+    # tokens
+
+    def admit(self, token: int) -> int:
+        """Take a token that `row` allows, for now; returns the one that stands.
+
+        That is another one, which closes the value, where room is short.
+        """
+        state = self.state
+        self._push(token)
+        after = self.state
+        if state.closing or after.phase is not Phase.BODY or after.position < after.check:
+            return token
+        path = self._path()
+        if path is not None and len(path) < self._room(after):
+            self._schedule(path)
+            return token
+        self._restore(len(self._pending) - 1)
+        before = self._path() if state.phase in (Phase.BODY, Phase.LEAD) else None
+        if before and len(before) <= self._room(state):
+            self._states[-1] = replace(state, closing=before)
+            self._push(before[0])
+            return before[0]
+        self._push(token)
+        self._schedule(None)
+        return token
+
+    def take(self, token: int) -> None:
+        """Take the token that `row` forces, for now."""
+        self._push(token)
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow, taken for now like those of `admit`; behind them there is a choice."""
+        made = []
+        while (token := self.row_if_forced()) is not None:
+            self._push(token)
+            made.append(token)
+        return made
+
+    def row_if_forced(self) -> int | None:
+        """The one token that must come next, or None, without the cost of a mask."""
+        state = self.state
+        if state.closing:
+            return state.closing[0]
+        if state.phase is not Phase.BODY:
+            return None
+        forced = self._matcher.compute_ff_tokens()
+        return forced[0] if forced else None
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """These tokens were emitted. What was taken beyond them is given back."""
+        shared = 0
+        while shared < min(len(tokens), len(self._pending)) and tokens[shared] == self._pending[shared]:
+            shared += 1
+        self._restore(shared)
+        for token in tokens[shared:]:
+            self._push(token)
+        self._states = self._states[-1:]
+        self._pending = []
+
+    def _restore(self, count: int) -> None:
+        """Give back all but `count` of the tokens taken since the last `observe`."""
+        if count == len(self._pending):
+            return
+        fed = self.state.fed
+        del self._states[count + 1 :]
+        del self._pending[count:]
+        if self._matcher is not None and fed > self.state.fed:
+            self._matcher.rollback(fed - self.state.fed)
+
+    def _push(self, token: int) -> None:
+        state = self.state
+        after = self._next(state, token)
+        if after.fed > state.fed and not self._matcher.consume_token(token):
+            self._alive()
+        if after.phase is Phase.BODY and self._plan.free_text and token == self._call_end:
+            after = replace(after, phase=Phase.TEXT, tail=b"")
+        self._states.append(after)
+        self._pending.append(token)
+
+    def _next(self, state: State, token: int) -> State:
+        """The state behind a token, short of what the matcher does."""
+        state = replace(state, position=state.position + 1, closing=state.closing[1:])
+        phase = state.phase
+        if phase is Phase.REASONING:
+            if token == self._think_end:
+                return replace(state, phase=Phase.TEXT if self._plan.free_text else Phase.LEAD, tail=b"")
+            return replace(state, tail=(state.tail + self._vocabulary.bytes(token))[-16:])
+        if phase is Phase.DONE or (token in self._ends and (phase is Phase.TEXT or self._accepting())):
+            return replace(state, phase=Phase.DONE)
+        if phase is Phase.TEXT:
+            if token == self._call and self._matcher is not None:
+                return replace(state, phase=Phase.BODY, fed=state.fed + 1, check=state.position)
+            return replace(state, tail=(state.tail + self._vocabulary.bytes(token))[-16:])
+        if phase is Phase.LEAD:
+            count = self._vocabulary.newlines.get(token, NEWLINES + 1)
+            if state.newlines + count <= NEWLINES:
+                newlines = state.newlines + count
+                return replace(state, newlines=newlines, phase=Phase.LEAD if newlines < NEWLINES else Phase.BODY)
+        return replace(state, phase=Phase.BODY, fed=state.fed + 1)
+
+    def _accepting(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    # room
+
+    def _room(self, state: State) -> int:
+        return self._limit - state.position
+
+    def _path(self) -> tuple[int, ...] | None:
+        """Tokens that complete the value from here, those that did before first."""
+        state = self.state
+        for known in (state.path, state.path[1:]):
+            if known and completes(self._matcher, known):
+                return known
+        found = completion(self._matcher, self._vocabulary, min(_MOST, self._room(state) + 64))
+        return None if found is None else tuple(found)
+
+    def _schedule(self, path: tuple[int, ...] | None) -> None:
+        """Look at the room again when it could have become short: a token adds at most `growth` to what must follow."""
+        state = self.state
+        if path is None:
+            self._states[-1] = replace(state, check=state.position + 1)
+        else:
+            skip = max(1, (self._room(state) - len(path) - 1) // self._plan.growth)
+            self._states[-1] = replace(state, check=state.position + skip, path=path)
+
+
+def _may(row: Row, token: int) -> bool:
+    if row.forced is not None:
+        return token == row.forced
+    if row.allowed is not None:
+        at = int(np.searchsorted(row.allowed, token))
+        return at < row.allowed.size and row.allowed[at] == token
+    return row.banned is None or token not in row.banned

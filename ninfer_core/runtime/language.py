@@ -1,0 +1,307 @@
+"""The text of a grammar: what an answer may be, and tool calls in the model's XML form with typed arguments. No torch.
+
+A string argument is raw text between its tags, an argument of another type is JSON, as the output parser reads them.
+Grammars are written in the compiler's Lark dialect, where `<[id]>` is one token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import regex_to_lark
+
+from ..errors import SchemaError
+from ..types import ResponseFormat, Tool
+from .schema import Check, Enforcer, attach, longest_part, resolve, shortest
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Blanks between two parts of JSON: bounded, so that a model cannot write blanks until its budget is used up."""
+
+CLOSERS = ("\n</parameter>\n", "</function>\n", "/function>\n")
+"""Texts that end a part of a call, in the order in which they are to be tried."""
+
+VALUE = "value"
+"""The type of an enumeration of values that are no strings."""
+
+_INTEGER = r"/-?(0|[1-9][0-9]{0,17})/"
+_NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/"
+_ANY = r"/(?s:.*)/"
+_NO_TAGS = (
+    r"/(?s:.*)/ & ~/(?s:.*)(<\/parameter>|<\/function>|<tool_call>|<\/tool_call>|\n<parameter=|\n<function=)(?s:.*)/"
+    r" & ~/(<parameter=|<function=)(?s:.*)/"
+)
+_NO_JSON = r" & ~/[ \t\r\n]*[\[\{\(](?s:.*)/"
+_END = json.dumps(CLOSERS[0])
+_FORMATS = {
+    "date": r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])",
+    "time": r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])",
+    "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
+    "email": r"[a-zA-Z0-9_+-]{1,32}(\.[a-zA-Z0-9_+-]{1,32}){0,3}@[a-zA-Z0-9]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?"
+    r"(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?){1,4}",
+    "hostname": r"[a-zA-Z0-9]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?){0,5}",
+    "ipv4": r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])){3}",
+    "ipv6": r"([0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}|::1|::",
+    "uri": r"[a-zA-Z][a-zA-Z0-9+.-]{0,15}:\/\/[a-zA-Z0-9._~:\/?#@!$&'()*+,;=%-]{1,2000}",
+    "duration": r"P([0-9]{1,6}D(T[0-9]{1,6}[HMS])?|T[0-9]{1,6}[HMS]|[0-9]{1,6}[YMW])",
+}
+_FORMATS["date-time"] = _FORMATS["date"] + "T" + _FORMATS["time"]
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """A grammar's text, and how many tokens the costliest single step can add to what must follow."""
+
+    text: str
+    growth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The ids of the single tokens around a call."""
+
+    start: int
+    end: int
+
+
+class Writer:
+    """Writes the grammar of one request. `notes`: what is not enforced, for the log."""
+
+    def __init__(self, check: Check) -> None:
+        self.notes: list[str] = []
+        self._check = check
+        self._rules: list[str] = []
+        self._extra: list[dict[str, str]] = []
+        self._growth = 16
+        self._names: dict[str, str] = {}
+
+    def language(
+        self, answer: ResponseFormat | None, tools: Sequence[Tool], tags: Tags | None, repeat: str
+    ) -> Language:
+        """An answer, calls of `tools`, or either of them.
+
+        Args:
+            answer: the form of an answer in text; None: there is none.
+            tools: the tools that may be called.
+            tags: the tokens around a call; needed with tools.
+            repeat: "one" call, "many" (one or more, a newline between two), or "free" (any number, where what lies
+                between is not shown to the grammar).
+        """
+        ways = []
+        if answer is not None:
+            ways.append(self._answer(answer))
+        if tools:
+            assert tags is not None
+            calls = [self._call(i, tool, tags) for i, tool in enumerate(tools)]
+            self._rules.append(f"call: {' | '.join(calls)}")
+            ways.append({"one": "call", "many": 'call ("\\n" call)*', "free": "call*"}[repeat])
+        text = "\n".join([f"start: {' | '.join(ways)}", *self._rules]) + "\n"
+        if self._extra:
+            text = json.dumps({"grammars": [{"name": "all", "lark_grammar": text}, *self._extra]})
+        return Language(text, self._growth)
+
+    # answers
+
+    def _answer(self, form: ResponseFormat) -> str:
+        if form.kind in ("json", "json_schema"):
+            schema = {"type": "object"} if form.kind == "json" else form.schema
+            schema = True if schema is None else schema
+            return self._rule("answer", self._json(schema, form.strict, "response_format.schema"))
+        if form.kind == "choice":
+            return self._rule("answer", " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choices))
+        if form.kind == "regex":
+            return self._rule("answer", f"/{regex_to_lark(form.pattern or '', '')}/")
+        self._extra.append({"name": "answer", "lark_grammar": form.pattern or ""})
+        return "@answer"
+
+    def _json(self, schema: Any, strict: bool, param: str) -> str:
+        """JSON of a schema, as an expression of the grammar."""
+        enforce = Enforcer(strict=strict, param=param, check=self._check)
+        made = enforce(schema)
+        self.notes += [f"{param}: {note}" for note in enforce.notes]
+        return self._compiled(made)
+
+    def _compiled(self, schema: Any) -> str:
+        """JSON of a schema that is known to compile."""
+        self._growth = max(self._growth, longest_part(schema))
+        return "%json " + json.dumps(with_options(schema), ensure_ascii=False)
+
+    def _rule(self, name: str, body: str) -> str:
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    # calls
+
+    def _call(self, index: int, tool: Tool, tags: Tags) -> str:
+        param = f"tools[{index}].parameters"
+        enforce = Enforcer(strict=tool.strict, param=param, check=self._check)
+        root = enforce(tool.parameters if isinstance(tool.parameters, Mapping) else {})
+        self.notes += [f"{param}: {note}" for note in enforce.notes]
+        head = json.dumps(f"\n<function={tool.name}>\n", ensure_ascii=False)
+        self._growth = max(self._growth, shortest(root, root) + len(tool.name) + 48)
+        bodies = []
+        for v, (declared, required, rest) in enumerate(variants(root, root)):
+            parts = []
+            for p, (key, schema) in enumerate(declared.items()):
+                name = self._parameter(f"p_{index}_{v}_{p}", json.dumps(key, ensure_ascii=False)[1:-1], schema, root)
+                parts.append(name if key in required else f"{name}?")
+            if rest is not False and not declared:
+                key = f"K_{index}_{v}"
+                self._rules.append(f"{key}: /[^\\x00-\\x1f\\x7f<>]{{1,64}}/")
+                parts.append(
+                    self._rule(f"q_{index}_{v}", f'"<parameter=" {key} ">\\n" {self._value(rest, root)}') + "*"
+                )
+            bodies.append(" ".join(parts))
+        body = f"({' | '.join(bodies)})" if len(bodies) > 1 else bodies[0]
+        return self._rule(f"call_{index}", f'<[{tags.start}]> {head} {body} "</function>\\n" <[{tags.end}]>')
+
+    def _parameter(self, name: str, key: str, schema: Any, root: Any) -> str:
+        return self._rule(name, f'"<parameter={key}>\\n" {self._value(schema, root)}')
+
+    def _value(self, schema: Any, root: Any) -> str:
+        """A value and the tag behind it. The growth of a value counts its tags."""
+        self._growth = max(self._growth, shortest(schema, root) + 64)
+        texts, structures = [], []
+        for leaf in leaves(schema, root):
+            kind = leaf.get("type", "string")
+            if kind == "string":
+                texts.append(leaf)
+            else:
+                structures.append(leaf)
+        kinds = {str(leaf["type"]) for leaf in structures}
+        free = any(not _bounded(leaf) for leaf in texts)
+        if free:
+            return self._free(kinds, structures, root)
+        ways = [way for leaf in texts for way in self._texts(leaf)]
+        if structures:
+            ways.append(self._structure(structures, root) + " " + _END)
+        return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
+
+    def _free(self, kinds: set[str], structures: Sequence[Mapping[str, Any]], root: Any) -> str:
+        """Any text. Where objects or arrays are allowed too, text that looks like one must be one."""
+        nested = [leaf for leaf in structures if leaf["type"] in ("object", "array")]
+        text = self._terminal("TEXT_ONLY" if nested else "TEXT", _NO_TAGS + (_NO_JSON if nested else ""))
+        return f"({text} | {self._structure(nested, root)} {_END})" if nested else text
+
+    def _texts(self, leaf: Mapping[str, Any]) -> list[str]:
+        """The raw texts of a constrained string."""
+        values = leaf["enum"] if "enum" in leaf else [leaf["const"]] if "const" in leaf else None
+        if values is not None:
+            return [json.dumps(value + CLOSERS[0], ensure_ascii=False) for value in values if isinstance(value, str)]
+        parts = [_NO_TAGS]
+        if "pattern" in leaf:
+            parts.append(f"/{search(str(leaf['pattern']))}/")
+        if "format" in leaf:
+            parts.append(f"/({_FORMATS[leaf['format']]})/")
+        if "minLength" in leaf or "maxLength" in leaf:
+            parts.append(f"/(?s:.{{{int(leaf.get('minLength', 0))},{leaf.get('maxLength', '')}}})/")
+        return [self._terminal("", " & ".join(parts))]
+
+    def _structure(self, leaves_: Sequence[Mapping[str, Any]], root: Any) -> str:
+        plain = {key for leaf in leaves_ for key in leaf} <= {"type"}
+        kinds = {leaf["type"] for leaf in leaves_}
+        if plain and kinds == {"integer"}:
+            return _INTEGER
+        if plain and kinds <= {"integer", "number"}:
+            return _NUMBER
+        parts = [{k: v for k, v in leaf.items() if (k, v) != ("type", VALUE)} for leaf in leaves_]
+        return self._compiled(attach(parts[0] if len(parts) == 1 else {"anyOf": parts}, root))
+
+    def _terminal(self, name: str, body: str) -> str:
+        """A lazy terminal of a text and the tag that ends it; each text is written once."""
+        if body not in self._names:
+            name = name or f"TEXT_{len(self._names)}"
+            self._names[body] = name.lower()
+            self._rules.append(f"{name.lower()}[lazy]: {name}\n{name}: ({body}) {_END}")
+        return self._names[body]
+
+
+def with_options(schema: Any) -> Any:
+    """A schema with the compiler's options for blanks."""
+    return {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema} if isinstance(schema, Mapping) else schema
+
+
+def search(pattern: str) -> str:
+    """A pattern that must match somewhere, as one that matches the whole text."""
+    pattern = regex_to_lark(pattern, "dw")
+    start = "" if pattern.startswith("^") else "(?s:.*)"
+    end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+    bare = pattern[0 if start else 1 : len(pattern) if end else -1]
+    return f"{start}({bare}){end}"
+
+
+def _bounded(leaf: Mapping[str, Any]) -> bool:
+    """Whether a string schema says more than that it is a string."""
+    return any(key in leaf for key in ("enum", "const", "pattern", "format", "minLength", "maxLength"))
+
+
+_LIMIT = 64
+
+
+def leaves(schema: Any, root: Any) -> list[dict[str, Any]]:
+    """The alternatives of a schema with one `type` each, references and unions followed; no type means a string."""
+    found: list[dict[str, Any]] = []
+    stack: list[tuple[Any, frozenset[str]]] = [(schema, frozenset())]
+    while stack and len(found) < _LIMIT:
+        part, seen = stack.pop()
+        part = dict(part) if isinstance(part, Mapping) else {}
+        reference = part.pop("$ref", None)
+        if isinstance(reference, str) and reference not in seen:
+            target = resolve(reference, root)
+            stack.append(({**(target if isinstance(target, Mapping) else {}), **part}, seen | {reference}))
+            continue
+        union = next((key for key in ("anyOf", "oneOf") if part.get(key)), None)
+        if union is not None:
+            members = part.pop(union)
+            stack += [({**part, **(m if isinstance(m, Mapping) else {})}, seen) for m in reversed(members)]
+        elif part.get("allOf"):
+            members = part.pop("allOf")
+            merged: dict[str, Any] = {}
+            for member in members:
+                merged |= member if isinstance(member, Mapping) else {}
+            stack.append(({**merged, **part}, seen))
+        else:
+            found += _typed(part)
+    return found or [{"type": "string"}]
+
+
+def _typed(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """One schema object, once for each of its types."""
+    values = part["enum"] if "enum" in part else [part["const"]] if "const" in part else None
+    declared = part.get("type")
+    kinds = [declared] if isinstance(declared, str) else list(declared or ())
+    if values is not None:
+        texts = [v for v in values if isinstance(v, str) and (not kinds or "string" in kinds)]
+        others = [v for v in values if not isinstance(v, str)]
+        made = [{"type": "string", "enum": texts}] if texts else []
+        return made + ([{"type": VALUE, "enum": others}] if others else [])
+    if not kinds:
+        kinds = ["object"] if "properties" in part or "additionalProperties" in part else []
+        kinds = kinds or (["array"] if "items" in part or "prefixItems" in part else ["string"])
+    return [{**part, "type": kind} for kind in kinds]
+
+
+Variant = tuple[dict[str, Any], set[str], Any]
+"""Declared parameters in order, the required ones among them, and the schema of undeclared ones."""
+
+
+def variants(schema: Any, root: Any, depth: int = 0) -> list[Variant]:
+    """The ways to fill an object: references and `allOf` merged, one for each alternative of a union."""
+    if not isinstance(schema, Mapping) or depth > 8:
+        return [({}, set(), True)]
+    declared = dict(schema.get("properties", {}))
+    required = set(schema.get("required", ()))
+    for name in schema.get("required", ()):
+        declared.setdefault(name, True)
+    made: list[Variant] = [(declared, required, schema.get("additionalProperties", True))]
+    parts = [[resolve(schema["$ref"], root)]] if isinstance(schema.get("$ref"), str) else []
+    parts += [[member] for member in schema.get("allOf", ())]
+    parts += [list(schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)]
+    for options in parts:
+        ways = [way for option in options for way in variants(option, root, depth + 1)]
+        made = [({**a, **b}, r | s, x if x is not True else y) for a, r, x in made for b, s, y in ways]
+        if len(made) > _LIMIT:
+            raise SchemaError(f"a tool's parameters have more than {_LIMIT} alternatives; write fewer")
+    return made
