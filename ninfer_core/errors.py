@@ -199,3 +199,22 @@ class RequestTimeoutError(EngineError):
 
     code = "timeout"
     retryable = True
+
+
+class AuthenticationError(NinferError):
+    """A server wants an API key, or refused the one it got."""
+
+    code = "invalid_api_key"
+
+
+class PermissionDeniedError(NinferError):
+    """A server refuses this client, whatever its key."""
+
+    code = "permission_denied"
+
+
+class ServerUnreachableError(EngineError, ConnectionError):
+    """No server answers at the address, or the connection broke before the answer was complete."""
+
+    code = "server_unreachable"
+    retryable = True

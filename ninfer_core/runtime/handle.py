@@ -71,6 +71,28 @@ class RequestHandle:
     def __aiter__(self) -> AsyncEventIterator:
         return AsyncEventIterator(self)
 
+    def batches(self) -> Iterator[list[Event]]:
+        """The events in groups: whatever has arrived since the last group. Leaving it early cancels the request."""
+        cursor = 0
+        try:
+            while self._next(cursor) is not None:
+                batch = self._events[cursor:]
+                cursor += len(batch)
+                yield batch
+        finally:
+            self.cancel()
+
+    async def abatches(self) -> AsyncIterator[list[Event]]:
+        """`batches` for coroutines."""
+        cursor = 0
+        try:
+            while await self._anext(cursor) is not None:
+                batch = self._events[cursor:]
+                cursor += len(batch)
+                yield batch
+        finally:
+            self.cancel()
+
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the request has ended; False if `timeout` seconds passed first. Does not cancel."""
         with self._condition:

@@ -138,6 +138,34 @@ def make_request(messages: Prompt | None = None, **options: Unpack[RequestOption
     return Request(turns, **flat)
 
 
+def model_profile(name: str, context_length: int | None, *, vision: bool = False) -> dict[str, Any]:
+    """What a model can do, with the keys of the public model-profile data set; limits only where they are known."""
+    profile: dict[str, Any] = {
+        "name": name,
+        "text_inputs": True,
+        "image_inputs": vision,
+        "image_url_inputs": False,
+        "image_tool_message": vision,
+        "pdf_inputs": False,
+        "audio_inputs": False,
+        "video_inputs": False,
+        "text_outputs": True,
+        "image_outputs": False,
+        "audio_outputs": False,
+        "video_outputs": False,
+        "reasoning_output": True,
+        "tool_calling": True,
+        "tool_call_streaming": True,
+        "tool_choice": True,
+        "structured_output": True,
+        "temperature": True,
+        "open_weights": True,
+    }
+    if context_length is not None:
+        profile |= {"max_input_tokens": context_length, "max_output_tokens": context_length}
+    return profile
+
+
 class EngineInterface(ABC):
     """The interface of an engine. Subclasses implement `submit`, `count_tokens`, `close` and the properties.
 

@@ -1,0 +1,376 @@
+"""What framework adapters share: finding an engine by name or address, submitting from coroutines, reading media.
+
+An adapter object never holds an engine. It holds names, so that copies, pickles and reconfigured instances all reach
+the one engine of this process, or the one client per server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from . import store
+from .errors import (
+    EngineClosedError,
+    EngineConflictError,
+    InvalidRequestError,
+    MediaError,
+    ModelNotFoundError,
+    NinferError,
+)
+from .runtime.handle import RequestHandle
+from .runtime.interface import EngineInterface, model_profile
+from .runtime.options import EngineOptions
+from .runtime.registry import NamedEngine
+from .types import (
+    Event,
+    Image,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    Timings,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolChoice,
+    Video,
+)
+
+if TYPE_CHECKING:
+    from .client import Client
+
+Medium = TypeVar("Medium", Image, Video)
+
+QWEN_CONTEXT = 262144
+
+BACKLOG = 8
+"""Events of one kind that must be waiting before they are joined: a reader that keeps up sees every one of them."""
+
+_SHARED: dict[str, EngineInterface] = {}
+_CLIENTS: dict[tuple[Any, ...], Client] = {}
+_LOCK = threading.Lock()
+
+
+# --- finding the engine ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an adapter's requests go: `base_url`'s server, else the engine called `engine` in this process.
+
+    `options` are fields of `EngineOptions` for an engine that is made on first use; `http_client` is an
+    `httpx.AsyncClient` for HTTP mode.
+    """
+
+    model: str
+    engine: str = "default"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    base_url: str | None = None
+    api_key: str | None = None
+    max_retries: int = 2
+    http_client: Any = None
+
+    @property
+    def mode(self) -> str:
+        """`http` or `in-process`."""
+        return "http" if self.base_url else "in-process"
+
+
+def share(engine: EngineInterface) -> str:
+    """A name under which adapters find this engine: its own if it is a named one, else a new one of this process."""
+    name = getattr(engine, "name", None)
+    if isinstance(name, str) and name:
+        return name
+    with _LOCK:
+        for known, other in list(_SHARED.items()):
+            if other is engine:
+                return known
+            if not getattr(other, "nonblocking", False) and other.state == "closed":
+                del _SHARED[known]
+        name = f"shared-{id(engine):x}"
+        _SHARED[name] = engine
+        return name
+
+
+def connect(target: Target) -> EngineInterface:
+    """The engine of a target; loads nothing and opens no connection.
+
+    Raises:
+        ModelNotFoundError: the engine of that name serves other models.
+        EngineConflictError: the engine of that name was made with other options.
+        EngineClosedError: a shared engine of another process, or of one that is gone.
+    """
+    if target.base_url:
+        return _client(target).with_model(target.model)
+    shared = _SHARED.get(target.engine)
+    if shared is not None:
+        return _serving(shared, target)
+    if target.engine.startswith("shared-"):
+        raise EngineClosedError(
+            f"engine {target.engine!r} is not in this process; use from_engine again, or name an engine and its model"
+        )
+    from .engine import get_engine
+
+    wanted = EngineOptions(model=target.model, **target.options)
+    try:
+        return get_engine(target.engine, wanted)
+    except EngineConflictError:
+        known = get_engine(target.engine)
+        same_options = not target.options or replace(wanted, model=known.spec.model) == known.spec
+        if not same_options:
+            raise
+        return _serving(known, target)
+
+
+def _serving(engine: EngineInterface, target: Target) -> EngineInterface:
+    return check_served(engine, target.model, target.engine)
+
+
+def check_served(engine: EngineInterface, model: str, name: str = "") -> EngineInterface:
+    """The engine, if it serves a model under this name.
+
+    Raises:
+        ModelNotFoundError: it does not.
+    """
+    names = engine.served_names
+    own = getattr(getattr(engine, "spec", None), "model", names[0])
+    if model in (*names, own) or store.canonical(model) in {store.canonical(known) for known in (*names, own)}:
+        return engine
+    which = f"engine {name!r}" if name else "this engine"
+    raise ModelNotFoundError(
+        f"{which} serves {', '.join(names)}, not {model!r}; name one of these, or another engine", param="model"
+    )
+
+
+def _client(target: Target) -> Client:
+    from .client import Client
+
+    key = (target.base_url, target.api_key, target.max_retries, id(target.http_client))
+    with _LOCK:
+        client = _CLIENTS.get(key)
+        if client is None or client.closed:
+            client = _CLIENTS[key] = Client(
+                target.base_url or "",
+                api_key=target.api_key,
+                max_retries=target.max_retries,
+                http_client=target.http_client,
+            )
+        return client
+
+
+def offline_profile(target: Target) -> dict[str, Any]:
+    """What is known of a target's model without weights, without torch and without the network."""
+    if target.base_url:
+        return model_profile(target.model, _known_context(target.model))
+    engine = connect(target)
+    if not isinstance(engine, NamedEngine) or engine.state == "ready":
+        return engine.profile
+    limit = _known_context(engine.spec.model)
+    asked = engine.spec.context_length
+    if asked != "auto":
+        limit = asked if limit is None else min(asked, limit)
+    return model_profile(target.model, limit)
+
+
+def _known_context(model: str) -> int | None:
+    """The model's own context: of the two models by name, of an artifact folder by its config.json."""
+    if store.canonical(model).startswith("qwen3.6:"):
+        return QWEN_CONTEXT
+    try:
+        config = store.resolve(model) / "config.json"
+        return int(json.loads(config.read_bytes())["text_config"]["max_position_embeddings"])
+    except (NinferError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def concurrency(engine: EngineInterface) -> int:
+    """How many requests at once fill the engine."""
+    spec = getattr(engine, "spec", None)
+    return int(spec.max_sequences) if isinstance(spec, EngineOptions) else 64
+
+
+# --- running -----------------------------------------------------------------------------------------------------
+
+
+async def asubmit(engine: EngineInterface, request: Request) -> RequestHandle:
+    """`engine.submit` for coroutines: loading, templating and tokenising run in a thread.
+
+    Cancelling the task cancels a request that was being submitted.
+    """
+    if getattr(engine, "nonblocking", False):
+        return engine.submit(request)
+    work = asyncio.ensure_future(asyncio.to_thread(engine.submit, request))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        work.add_done_callback(_cancel_late)
+        raise
+
+
+def _cancel_late(work: asyncio.Future[RequestHandle]) -> None:
+    if not work.cancelled() and work.exception() is None:
+        work.result().cancel()
+
+
+def joined(events: Sequence[Event]) -> Iterator[Event]:
+    """Events that waited for a slow reader, runs of the same kind joined; a short backlog stays as it is."""
+    if len(events) < BACKLOG:
+        yield from events
+        return
+    held: Event | None = None
+    for event in events:
+        merged = None if held is None else _merge(held, event)
+        if merged is None and held is not None:
+            yield held
+        held = merged or event
+    if held is not None:
+        yield held
+
+
+def _merge(first: Event, second: Event) -> Event | None:
+    if isinstance(first, TextDelta) and isinstance(second, TextDelta):
+        return TextDelta(first.text + second.text, first.logprobs + second.logprobs)
+    if isinstance(first, ReasoningDelta) and isinstance(second, ReasoningDelta):
+        return ReasoningDelta(first.text + second.text, first.logprobs + second.logprobs)
+    if isinstance(first, ToolCallDelta) and isinstance(second, ToolCallDelta) and first.index == second.index:
+        return ToolCallDelta(first.index, first.arguments + second.arguments)
+    return None
+
+
+def answer_logprobs(events: Iterable[Event]) -> tuple[TokenLogprob, ...]:
+    """The log-probabilities of the answer's tokens, reasoning left out."""
+    return tuple(item for event in events if isinstance(event, TextDelta) for item in event.logprobs)
+
+
+def logprob_entries(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """Log-probabilities in the OpenAI form: token, logprob, bytes, top_logprobs."""
+    return [{**_entry(item), "top_logprobs": [_entry(other) for other in item.top]} for item in logprobs]
+
+
+def _entry(item: TokenLogprob) -> dict[str, Any]:
+    return {"token": item.token, "logprob": item.logprob, "bytes": list(item.bytes)}
+
+
+def timings_of(timings: Timings) -> dict[str, float]:
+    """Timings as a plain mapping, in seconds."""
+    return {
+        "queue": timings.queue,
+        "prefill": timings.prefill,
+        "decode": timings.decode,
+        "first_token": timings.first_token,
+    }
+
+
+# --- tool choice -------------------------------------------------------------------------------------------------
+
+
+def tool_choice_of(choice: Any, names: Sequence[str]) -> ToolChoice:
+    """A tool choice in any of its common forms.
+
+    None, False and "auto": the model decides. "none": no call. "any", "required" and True: at least one call. A tool's
+    name, or a mapping that names one (`{"type": "function", "function": {"name": ...}}`, `{"type": "tool", "name":
+    ...}`): that tool. `{"type": "auto" | "any" | "none"}` as the words. A ready `ToolChoice` is taken as it is.
+
+    Raises:
+        InvalidRequestError: another form, or a name that is not among the tools.
+    """
+    if isinstance(choice, ToolChoice):
+        return choice
+    if choice is None or choice is False:
+        return ToolChoice()
+    if choice is True:
+        choice = "required"
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else choice.get("name")
+        kind = choice.get("type")
+        if name is None and kind in ("auto", "any", "none", "required"):
+            choice = kind
+        elif isinstance(name, str):
+            return ToolChoice("required", (_known(name, names),))
+    if isinstance(choice, str):
+        if choice in ("auto", "none", "required") and choice not in names:
+            return ToolChoice(choice)  # type: ignore[arg-type]
+        if choice == "any" and choice not in names:
+            return ToolChoice("required")
+        return ToolChoice("required", (_known(choice, names),))
+    raise InvalidRequestError(
+        f"tool_choice is {choice!r}; it must be none, auto, any, required, True, a tool's name or a mapping with one",
+        param="tool_choice",
+    )
+
+
+def _known(name: str, names: Sequence[str]) -> str:
+    if name not in names:
+        raise InvalidRequestError(
+            f"tool_choice names {name!r}, which is not among the tools {sorted(names)}", param="tool_choice"
+        )
+    return name
+
+
+# --- media -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPolicy:
+    """Where images and videos may come from: always inline data; remote addresses and local files only if allowed."""
+
+    allow_remote: bool = False
+    root: str | None = None
+
+    def from_url(self, kind: Callable[..., Medium], url: str, where: str) -> Medium:
+        """An image or video from a data URL, a file address or path, or a remote address.
+
+        Raises:
+            MediaError: a place that may not be read, or data that is not base64.
+        """
+        scheme = url[:12].partition(":")[0].lower()
+        if scheme == "data":
+            head, comma, body = url.partition(",")
+            if not comma or not head.lower().endswith(";base64"):
+                raise MediaError(f"{where} must be a data URL with base64 content", param=where)
+            return kind(data=from_base64(body, where))
+        if scheme in ("http", "https"):
+            if not self.allow_remote:
+                raise MediaError(
+                    f"{where} is a remote address, which is not fetched unless allow_remote_media=True; "
+                    "send the file's bytes as base64 instead",
+                    param=where,
+                )
+            return kind(url=url)
+        return kind(path=str(self._local(url, where)))
+
+    def _local(self, url: str, where: str) -> Path:
+        if self.root is None:
+            raise MediaError(
+                f"{where} names a local file; set media_root to the folder that may be read, or send base64",
+                param=where,
+            )
+        name = unquote(urlsplit(url).path) if url.lower().startswith("file:") else url
+        root = Path(self.root).resolve()
+        path = (root / name).resolve()
+        if not path.is_relative_to(root) or not path.is_file():
+            raise MediaError(f"{where}: {name!r} is not a file below media_root {str(root)!r}", param=where)
+        return path
+
+
+def from_base64(text: str, where: str) -> bytes:
+    """The bytes of base64 text; line breaks are tolerated.
+
+    Raises:
+        MediaError: the text is not base64, or empty.
+    """
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MediaError(f"{where} is not valid base64: {error}", param=where) from error
+    if not data:
+        raise MediaError(f"{where} is empty", param=where)
+    return data
