@@ -49,7 +49,7 @@ def test_every_public_name_resolves() -> None:
     for name in ninfer_core.__all__:
         assert getattr(ninfer_core, name) is not None, name
     with pytest.raises(AttributeError, match="nonsense"):
-        ninfer_core.nonsense  # noqa: B018
+        ninfer_core.nonsense
 
 
 def test_triton_is_a_linux_dependency_only() -> None:
