@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from ninfer_core.errors import InvalidRequestError
 
@@ -40,20 +40,24 @@ async def read_body(request: Request, limit: int) -> bytes:
     too_large = declared.isdigit() and int(declared) > limit
     parts: list[bytes] = []
     raw = size = 0
-    try:
+    more = True
+    while more:
         if too_large:
             await _drain(request)
             raise _too_large(limit)
-        async for chunk in request.stream():
-            raw += len(chunk)
-            piece = decode(chunk)
-            size += len(piece)
-            if raw > limit or size > limit:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        more = message.get("more_body", False)
+        chunk = message.get("body", b"")
+        raw += len(chunk)
+        piece = decode(chunk)
+        size += len(piece)
+        parts.append(piece)
+        if raw > limit or size > limit:
+            if more:
                 await _drain(request)
-                raise _too_large(limit)
-            parts.append(piece)
-    except ClientDisconnect as error:
-        raise ClientGoneError from error
+            raise _too_large(limit)
     parts.append(finish())
     return b"".join(parts)
 

@@ -141,7 +141,8 @@ def to_tools(
             custom.add(tool.name)
         else:
             dropped.append(str(kind)[:60])
-    for i, item in enumerate(functions or ()):
+    # The old spelling beside the new one is the same list again.
+    for i, item in enumerate(functions or () if not result else ()):
         result.append(function_tool(item, f"functions[{i}]"))
     return unique_tools(result), frozenset(custom), dropped
 
