@@ -1,11 +1,16 @@
-"""The demo's training model against transformers: logits with packed rows, three-axis positions and an image."""
+"""The demo's training model against transformers and the engine: packed rows, an image, the rule of draft rounds."""
 
 import pytest
 import torch
 
+from ninfer_core.config import config_from_dict
 from ninfer_core.demo.make.export import checkpoint_tensors, config
 from ninfer_core.demo.make.model import Model, Shape, Vision
 from ninfer_core.demo.make.tower import patch_rows
+from ninfer_core.model.decoder import Decoder
+from ninfer_core.model.mtp import MTP
+from ninfer_core.state import State
+from ninfer_core.weights import from_state_dict
 
 SHAPE = Shape(
     vocab=6144,
@@ -96,3 +101,27 @@ def test_drafts_follow_the_rule_of_the_engine(model):
             assert (out[0, t + k] - drafts[k][0, t]).abs().max() < 2e-5
             if k + 1 < steps:
                 h[:, t + k + 1] = out[:, t + k]
+
+
+@torch.no_grad()
+def test_engine_computes_the_same_logits_and_drafts(model):
+    """The engine's decoder and draft layer on the exported weights, in fp32, with chained rows as in a round."""
+    config_ = config_from_dict(config(SHAPE), "ninfer-demo")
+    weights = from_state_dict(checkpoint_tensors(model, torch.float32), config_)
+    T, steps = 128, 3
+    ids = torch.randint(0, 6000, (1, T + 4))
+    segment, x = torch.zeros(1, T + 4, dtype=torch.int32), model.embed(ids)
+    hidden, _, _ = model.trunk(x[:, :T], segment[:, :T], plain(T))
+    drafts, _ = model.drafts(hidden, x, segment, plain(T + 4), steps)
+    state = State(config_, slots=1, pages=3, kv_dtype="fp32", max_draft=3)
+    table = torch.arange(3)
+    decoder, mtp = Decoder(weights, config_), MTP(weights, config_)
+    rows = decoder.prefill(state, ids[0, :T], 0, 0, table)
+    assert (decoder.logits(rows) - model.lm_head(hidden[0])).abs().max() < 1e-4
+    last = 100
+    mtp.prefill(state, ids[0, 1 : last + 1], rows[:last], 0, table)
+    h = rows[last]
+    for k in range(steps):
+        token = ids[:, last + 1 + k : last + 2 + k]
+        h = mtp.rows(state, token, h.view(1, 1, -1), [0], [last + k], table[None], [0])[0, 0]
+        assert (h - drafts[k][0, last]).abs().max() < 1e-4
