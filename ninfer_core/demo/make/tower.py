@@ -38,7 +38,7 @@ class VisionAttention(nn.Module):
             a, b = t.chunk(2, -1)
             return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-        # Spelled out: the fused kernels gave gradients that were not finite for some image sizes.
+        # Spelled out: fused kernels are suspected of gradients that were not finite (see CARD.md).
         with torch.autocast(x.device.type, enabled=False):
             o = ((turn(q) * q.shape[-1] ** -0.5) @ turn(k).transpose(-1, -2)).softmax(-1) @ v
         return self.proj(o.transpose(1, 2).reshape(n, P, width))
