@@ -15,8 +15,6 @@ import triton.language as tl
 # costs a trip through shared memory: `tl.max_contiguous(offset, [1, 2])` marks them. A lane holds one element of
 # these tensors, so the claim can never become a wider load. It must stand where the offset is formed to be seen.
 
-MAGIC = tl.constexpr(1262485504)  # the bits of 12582912.0 = 1.5 * 2^23: small integers added to it read as floats
-
 
 @triton.jit
 def byte_dot(a, b):
@@ -117,14 +115,7 @@ def signed_bytes(words, high, i: tl.constexpr, half: tl.constexpr, FMT: tl.const
 @triton.jit
 def code_factor(FMT: tl.constexpr):
     """What one unit of `signed_bytes` is worth: exact powers of two."""
-    if FMT == 8:
-        return 1.0
-    elif FMT == 4:
-        return 0.0625
-    elif FMT == 5:
-        return 0.125
-    else:
-        return 0.25
+    return 1.0 if FMT == 8 else (0.0625 if FMT == 4 else (0.125 if FMT == 5 else 0.25))
 
 
 @triton.jit

@@ -251,8 +251,8 @@ class AttentionWorkspace:
         splits = -(-context // split)
         shape = (rows, splits, heads)
         return AttentionWorkspace(
-            torch.empty(*shape, 256, device=device), torch.empty(shape, device=device), torch.empty(shape, device=device),
-            split,
+            torch.empty(*shape, 256, device=device), torch.empty(shape, device=device),
+            torch.empty(shape, device=device), split,
         )  # fmt: skip
 
 

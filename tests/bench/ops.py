@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from ninfer_core.kernels import attention_decode as attention
+from ninfer_core.kernels import embedding_decode as embedding
 from ninfer_core.kernels import gated_delta_decode as delta
+from ninfer_core.kernels import head_decode as heads
 from ninfer_core.kernels import linear_decode as linear
 from ninfer_core.kernels import moe_decode as moe
 from ninfer_core.kernels._order import (
@@ -216,7 +218,14 @@ SWEEP_ROWS = (1, 4, 8, 16, 64)
 
 
 def compile_one(job):
-    """Worker: run one candidate once so that the compiler's disk cache holds it."""
+    """Worker: one exactness check, or one candidate once so that the compiler's disk cache holds it."""
+    if job[0] in CHECKS:
+        try:
+            torch.cuda.set_device(0)
+            torch.manual_seed(0)
+            return {job[0]: CHECKS[job[0]]()}
+        except Exception as error:
+            return {job[0]: f"{type(error).__name__}: {str(error)[:600]}"}
     index, tile, T = job
     role = ROLES[index]
     try:
@@ -231,10 +240,18 @@ def compile_one(job):
 
 
 def precompile(jobs, workers):
-    """Compile all candidates in parallel processes."""
+    """Run checks and compile candidates in parallel processes; results and error texts."""
     context = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         return [e for e in pool.map(compile_one, jobs, chunksize=1) if e]
+
+
+CHECKS = {
+    "linear": lambda: check_linear(),
+    "moe": lambda: [check_moe(T) for T in (1, 4)],
+    "delta": lambda: check_delta(),
+    "attention": lambda: check_attention(),
+}
 
 
 def sweep(bandwidth, names=None):
@@ -300,49 +317,51 @@ def check_linear():
 
 def check_moe(T):
     """Three MoE kernels at the 35B width (32 experts): errors against torch, rows alone equal rows together."""
-    E, I, D = 32, 512, 2048
-    up, up_values = coded_matrix(E * 2 * I, D, "Q4")
-    down, down_values = coded_matrix(E * D, I, "Q5")
-    shared_up, shared_up_values = coded_matrix(2 * I, D, "W8")
-    shared_down, shared_down_values = coded_matrix(D, I, "W8")
-    router = (torch.randn(E + 1, D, device=DEVICE) * 0.05).bfloat16()
-    norm = (torch.randn(D, device=DEVICE) * 0.1).bfloat16()
-    x = torch.randn(T, D, device=DEVICE)
+    experts, inner, width = 32, 512, 2048
+    up, up_values = coded_matrix(experts * 2 * inner, width, "Q4")
+    down, down_values = coded_matrix(experts * width, inner, "Q5")
+    shared_up, shared_up_values = coded_matrix(2 * inner, width, "W8")
+    shared_down, shared_down_values = coded_matrix(width, inner, "W8")
+    router = (torch.randn(experts + 1, width, device=DEVICE) * 0.05).bfloat16()
+    norm = (torch.randn(width, device=DEVICE) * 0.1).bfloat16()
+    x = torch.randn(T, width, device=DEVICE)
     u = x.clone()
-    whole = Activation.from_rows(u, (x**2).view(T, D // 32, 32).sum(-1))
+    whole = Activation.from_rows(u, (x**2).view(T, width // 32, 32).sum(-1))
 
     def run(lo, hi):
         n = hi - lo
         nan = float("nan")
         a = part_of(whole, lo, hi)
-        logits = torch.full((n, E + 1), nan, device=DEVICE)
-        shared = torch.full((n, 2 * I), nan, device=DEVICE)
-        h = moe.ExpertRows.empty(n, 8, I, DEVICE)
+        logits = torch.full((n, experts + 1), nan, device=DEVICE)
+        shared = torch.full((n, 2 * inner), nan, device=DEVICE)
+        h = moe.ExpertRows.empty(n, 8, inner, DEVICE)
         ids = torch.full((n, 8), -1, dtype=torch.int32, device=DEVICE)
         weights = torch.full((n, 8), nan, device=DEVICE)
-        xo, uo = torch.full((n, D), nan, device=DEVICE), torch.full((n, D), nan, device=DEVICE)
-        ao = Activation.empty(n, D, D // 32, DEVICE)
+        xo, uo = torch.full((n, width), nan, device=DEVICE), torch.full((n, width), nan, device=DEVICE)
+        ao = Activation.empty(n, width, width // 32, DEVICE)
         moe.route_and_shared(shared_up, router, a, u[lo:hi].contiguous(), shared, logits)
         moe.expert_gate_up(up, a, logits, shared, h, ids, weights)
         moe.expert_down(down, shared_down, h, ids, weights, logits, x[lo:hi].contiguous(), norm, xo, uo, ao)
         return logits, shared, h, ids, weights, xo, uo, ao
 
-    logits, shared, h, ids, weights, xo, uo, ao = run(0, T)
+    logits, shared, h, ids, _, xo, uo, ao = run(0, T)
     factor = torch.rsqrt((x**2).mean(1, keepdim=True) + 1e-6)
     xr = whole.values(T)
     hr = dequantize_rows_ref(h.q, h.s)
-    best, order = logits[:, :E].topk(8)
-    gates = up_values.view(E, 2 * I, D)[ids.long()]
+    best, order = logits[:, :experts].topk(8)
+    gates = up_values.view(experts, 2 * inner, width)[ids.long()]
     y = torch.einsum("tsik,tk->tsi", gates, xr) * factor[:, :, None]
-    ref_h = torch.nn.functional.silu(y[..., :I]) * y[..., I:]
-    out = torch.einsum("tsdi,tsi->tsd", down_values.view(E, D, I)[ids.long()], hr[: T * 8].view(T, 8, I))
+    ref_h = torch.nn.functional.silu(y[..., :inner]) * y[..., inner:]
+    out = torch.einsum(
+        "tsdi,tsi->tsd", down_values.view(experts, width, inner)[ids.long()], hr[: T * 8].view(T, 8, inner)
+    )
     routed = (out * best.softmax(-1)[..., None]).sum(1)
-    ref_x = x + routed + torch.sigmoid(logits[:, E:]) * (hr[T * 8 :] @ shared_down_values.T)
+    ref_x = x + routed + torch.sigmoid(logits[:, experts:]) * (hr[T * 8 :] @ shared_down_values.T)
     back = ao.values(T)
     entry = {
         "op": "moe", "T": T, "logits": relative(logits, (u @ router.float().T) * factor),
         "shared": relative(shared, (xr @ shared_up_values.T) * factor), "ids": torch.equal(ids.long(), order),
-        "h_int8": relative(hr[: T * 8].view(T, 8, I), ref_h), "x": relative(xo - x, ref_x - x),
+        "h_int8": relative(hr[: T * 8].view(T, 8, inner), ref_h), "x": relative(xo - x, ref_x - x),
         "codes": relative(back, uo),
     }  # fmt: skip
     entry["bits"] = all(torch.equal(run(t, t + 1)[5][0], xo[t]) for t in range(T))
@@ -467,7 +486,7 @@ def kv_pages():
 
 
 class Chain:
-    """All launches of one 35B-A3B decode step with the published weight formats, random values."""
+    """All launches of one greedy 35B-A3B decode step at `CONTEXT` tokens: published weight formats, random values."""
 
     def __init__(self, T):
         self.T = T
@@ -490,6 +509,7 @@ class Chain:
                 "kv": kv_pages() if full else None,
                 "state": None if full else delta.DeltaState.empty(1, 16, 32, DEVICE),
             })  # fmt: skip
+        self.table_rows = random_matrix(248320, 2048, "W8")
         self.head = random_matrix(248320, 2048, "Q6")
         self.buffers()
 
@@ -509,6 +529,8 @@ class Chain:
         self.ids = torch.zeros(T, 8, dtype=torch.int32, device=DEVICE)
         self.weights = torch.zeros(T, 8, device=DEVICE)
         self.vocabulary = torch.empty(T, 248320, device=DEVICE)
+        self.candidates = heads.Candidates.empty(T, 248320, DEVICE)
+        self.tokens = torch.arange(T, dtype=torch.int32, device=DEVICE)
         self.cos, self.sin = torch.ones(T, 64, device=DEVICE), torch.zeros(T, 64, device=DEVICE)
         self.gain = torch.zeros(256, device=DEVICE).bfloat16()
         self.table = torch.arange(CONTEXT // 64 + 2, dtype=torch.int32, device=DEVICE)[None]
@@ -517,9 +539,11 @@ class Chain:
         self.lengths = torch.full((1,), CONTEXT, dtype=torch.int32, device=DEVICE)
         self.commits = torch.full((1,), 1, dtype=torch.int32, device=DEVICE)
 
-    def step(self, parts="imaorudh"):
-        """One step; `parts` leaves launches out to place the time."""
+    def step(self, parts="eimaorudh"):
+        """One greedy step; `parts` leaves launches out to place the time."""
         x, y = self.x
+        if "e" in parts:
+            embedding.embed(self.table_rows, self.tokens, self.layers[0]["norm"], x, self.u, self.a)
         for w in self.layers:
             if "i" in parts:
                 if w["attention"]:
@@ -549,7 +573,8 @@ class Chain:
                     self.a,
                 )  # fmt: skip
         if "h" in parts:
-            linear.project(self.head, self.a, self.vocabulary)
+            heads.head(self.head, self.a, self.candidates, self.vocabulary, addressable=248077)
+            heads.greedy(self.candidates, self.tokens)
 
     def bytes(self):
         """Least bytes of one step with T rows of distinct experts (state read and written once)."""
@@ -571,7 +596,7 @@ def run_chain(bandwidth):
         chain = Chain(T)
         entry = {"T": T, "us": graph_time(chain.step), "floor_us": chain.bytes() / bandwidth / 1e6}
         entry["finite"] = bool(torch.isfinite(chain.vocabulary).all())
-        for part in "imaorudh":
+        for part in "eimaorudh":
             entry[part] = graph_time(lambda part=part, chain=chain: chain.step(part), 9)
         found.append(entry)
         del chain
@@ -622,21 +647,18 @@ def main():
     bandwidth = read_bandwidth()
     save("read_TBps", bandwidth)
     print(f"read bandwidth {bandwidth:.2f} TB/s")
-    if "sweep" in parts:
-        jobs = [(i, tile, T) for i, role in enumerate(ROLES) for T in (4,) for tile in role.tiles]
-        save("compile_errors", precompile(jobs, options.workers))
-        print(result["compile_errors"][:3])
-    if "check" in parts:
-        for name, call in [
-            ("linear", check_linear),
-            ("moe", lambda: [check_moe(T) for T in (1, 4, 8)]),
-            ("delta", check_delta),
-        ]:
-            try:
-                save("check_" + name, call())
-            except Exception as error:
-                save("check_" + name, f"{type(error).__name__}: {str(error)[:600]}")
-            print(json.dumps(result["check_" + name]))
+    jobs = [(name, None, 0) for name in CHECKS] if "check" in parts else []
+    if "sweep" in parts or "chain" in parts:  # the first tile of a role is the default, which the chain uses
+        jobs += [
+            (i, t, 4) for i, role in enumerate(ROLES) for t in (role.tiles if "sweep" in parts else role.tiles[:1])
+        ]
+    found = precompile(jobs, options.workers)
+    save("compile_errors", [e for e in found if isinstance(e, str)])
+    print(result["compile_errors"][:3])
+    for entry in found:
+        if isinstance(entry, dict):
+            result.setdefault("checks", {}).update(entry)
+            print(json.dumps(entry))
     if "chain" in parts:
         save("chain", run_chain(bandwidth))
         for entry in result["chain"]:

@@ -7,22 +7,31 @@ shared memory of a block. A separate process because the interpreter replaces th
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ninfer_core.kernels import attention_decode, gated_delta_decode, linear_decode, moe_decode
+from ninfer_core.kernels import (
+    attention_decode,
+    embedding_decode,
+    gated_delta_decode,
+    head_decode,
+    linear_decode,
+    mlp_decode,
+    moe_decode,
+)
 
 TYPES = {
-    "*i32": "w wh ws sw sws xq hq ids ids_out q_out slots lengths commits tables",
+    "*i32": "w wh ws sw sws xq hq ids ids_out q_out slots lengths commits tables best_row token_of token tokens",
     "*fp16": "scales",
     "*i8": "codes",
     "*fp32": "xs ss u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights weights_out "
-    "ab a_log dt_bias s_ptr k_ptr e_ptr g_ptr cos sin part_out part_max part_sum",
+    "ab a_log dt_bias s_ptr k_ptr e_ptr g_ptr cos sin best part_out part_max part_sum",
     "*bf16": "out side_w norm projected taps conv_ptr q_gain k_gain",
-    "i32": "rows side_rows table_stride splits",
+    "i32": "rows side_rows table_stride splits addressable count",
     "fp32": "eps",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
@@ -40,6 +49,13 @@ def build(kernel, capability: int, warps: int, **constants):
         options["launch_pdl"] = True
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def lane_layouts(built) -> list[str]:
+    """Layouts of the operands of the matrix instructions, which take one element per lane in lane order."""
+    text = built.asm["ttgir"]
+    names = set(re.findall(r"mma\.sync.*?tensor<\d+x32xi32, (#\w+)>", text))
+    return sorted(re.search(rf"^{name} = (.*)$", text, re.MULTILINE).group(1) for name in names)
 
 
 def linear(fmt: int, n: int, k: int, tiles: int, steps: int, warps: int, side: bool = False):
@@ -64,35 +80,37 @@ def cases(full: bool = False):
 
     K only sets how often the same code repeats: epilogue tiles, and so shared memory, do not depend on it.
     """
-    wide = 16 if full else 1
-    yield "gdn in", linear_decode.linear_kernel, 4, linear(8, 12288, 128 * wide, 2, 8 if full else 1, 4, side=True)
-    yield (
-        "gdn out",
-        linear_decode.linear_residual_kernel,
-        8,
-        residual(8, 2048, 4096 if full else 1024, 4, 8, heads=True),
-    )
-    yield "head", linear_decode.linear_kernel, 4, linear(6, 248320, 256 * (8 if full else 1), 2, 8 if full else 1, 4)
-    yield (
-        "draft head",
-        linear_decode.linear_kernel,
-        4,
-        linear(4, 131072, 256 * (8 if full else 1), 2, 8 if full else 1, 4),
-    )
-    yield (
-        "down 27B",
-        linear_decode.linear_residual_kernel,
-        8,
-        residual(5, 5120, 17408 if full else 1536, 2 if full else 1, 8),
-    )
-    yield "experts up", moe_decode.expert_gate_up_kernel, 8, {
-        "E": 256, "TOPK": 8, "INTER": 512, "K": 2048 if full else 512, "U": 32 if full else 8, "PARTS": 64,
-        "PARTS_BLOCK": 64, "FMT": 4, "L": 8, "S": 4 if full else 1, "X": 8,
+    if full:
+        yield "gdn in", linear_decode.linear_kernel, 4, linear(8, 12288, 2048, 2, 8, 4, side=True)
+        yield "gdn out", linear_decode.linear_residual_kernel, 8, residual(8, 2048, 4096, 8, 8, heads=True)
+    else:
+        yield "gdn in", linear_decode.linear_kernel, 4, linear(8, 12288, 128, 2, 1, 4, side=True)
+        yield "gdn out", linear_decode.linear_residual_kernel, 2, residual(8, 2048, 256, 4, 2, heads=True)
+    for label, fmt, rows in (("head", 6, 248320), ("draft head", 4, 131072)) if full else (("head", 6, 248320),):
+        k, steps = (2048, 8) if full else (256, 1)
+        constants = linear(fmt, rows, k, 2, steps, 4)
+        for name in ("HEADS", "ROWNORM", "SIDE", "SIDE_BN", "TILES"):
+            del constants[name]
+        yield label, head_decode.head_kernel, 4, constants | {"LOGITS": True}
+    yield "greedy", head_decode.greedy_kernel, 8, {"MAPPED": True, "BLOCK": 1024}
+    yield "embed", embedding_decode.embedding_kernel, 4, {"U": 32, "K": 2048, "GROUPS": 8, "FMT": 6}
+    if full:
+        yield "down 27B", linear_decode.linear_residual_kernel, 8, residual(5, 5120, 17408, 2, 8)
+    k = 5120 if full else 512
+    yield "dense gate/up", mlp_decode.gate_up_kernel, 8, {
+        "INTER": 17408, "U": k // 64, "K": k, "PARTS": k // 32, "PARTS_BLOCK": triton.next_power_of_2(k // 32), "FMT": 4,
+        "S": 2 if full else 1, "X": 8,
+    }  # fmt: skip
+    k, warps, top_k = (2048, 8, 8) if full else (128, 2, 2)
+    yield "experts up", moe_decode.expert_gate_up_kernel, warps, {
+        "E": 256, "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "PARTS_BLOCK": 64, "FMT": 4, "L": 8,
+        "S": 4 if full else 1, "X": warps,
     }  # fmt: skip
     for fmt in (5, 6, 8) if full else (5,):
-        inner = 512 if full else 256
-        yield f"experts down {fmt}", moe_decode.expert_down_kernel, 8, {
-            "E": 256, "TOPK": 8, "INTER": inner, "N": 2048, "U": inner // (32 if fmt == 8 else 64), "FMT": fmt, "X": 8,
+        inner = 512 if full else 64
+        yield f"experts down {fmt}", moe_decode.expert_down_kernel, warps, {
+            "E": 256, "TOPK": top_k, "INTER": inner, "N": 2048, "U": inner // (32 if fmt == 8 else 64), "FMT": fmt,
+            "X": warps,
         }  # fmt: skip
     for rows in (1, 4) if full else (2,):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, {"HK": 16, "HV": 32, "R": rows, "RINGS": 16}
@@ -110,9 +128,8 @@ def main(arguments: list[str]) -> None:
     for capability in arguments[full:]:
         for label, kernel, warps, constants in cases(full):
             built = build(kernel, int(capability), warps, **constants)
-            print(
-                json.dumps({"case": label, "capability": int(capability), "shared": built.metadata.shared}), flush=True
-            )
+            found = {"case": label, "warps": warps, "shared": built.metadata.shared, "lanes": lane_layouts(built)}
+            print(json.dumps(found | {"capability": int(capability)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,18 @@ import sys
 import traceback
 
 import torch
-from torch.nn import functional as F
+from torch.nn.functional import silu, softplus
 
-from ninfer_core.kernels import _tiles, attention_decode, gated_delta_decode, linear_decode, moe_decode
+from ninfer_core.kernels import (
+    _tiles,
+    attention_decode,
+    embedding_decode,
+    gated_delta_decode,
+    head_decode,
+    linear_decode,
+    mlp_decode,
+    moe_decode,
+)
 from ninfer_core.kernels._order import GROUP, Activation, pack_codes, quantize_rows_ref
 
 NAN = float("nan")
@@ -109,8 +118,8 @@ def experts(fmt_up, fmt_down, rows):
     same(ids.long(), order, "ids")
     near(weights, best.softmax(-1), EXACT, "weights")
     y = torch.einsum("tsik,tk->tsi", up_values.view(count, 2 * inner, width)[order], a.values(rows)) * factor[..., None]
-    hidden = (F.silu(y[..., :inner]) * y[..., inner:]).view(-1, inner)
-    hidden = torch.cat([hidden, F.silu(shared[:, :inner]) * shared[:, inner:]])
+    hidden = (silu(y[..., :inner]) * y[..., inner:]).view(-1, inner)
+    hidden = torch.cat([hidden, silu(shared[:, :inner]) * shared[:, inner:]])
     words, scales = quantize_rows_ref(hidden)
     near(h.s, scales, 1e-5, "inner scales")
     assert (h.q != words).sum() <= 2, "inner codes"  # a value at a rounding border may fall either way
@@ -178,13 +187,13 @@ def delta():
 def delta_reference(projected, ab, taps, a_log, bias, norm, heads):
     channels, tokens = taps.shape[1], projected.shape[0]
     raw = torch.cat([torch.zeros(3, channels), projected[:, :channels].float()])
-    mixed = torch.stack([F.silu((raw[t : t + 4] * taps.float()).sum(0)) for t in range(tokens)]).bfloat16().double()
+    mixed = torch.stack([silu((raw[t : t + 4] * taps.float()).sum(0)) for t in range(tokens)]).bfloat16().double()
     width = (channels - heads * 128) // 2
     q, k, v = mixed.split([width, width, heads * 128], 1)
     q, k = (p.view(tokens, -1, 128).repeat_interleave(heads * 128 // width, 1) for p in (q, k))
     q = q / torch.sqrt((q**2).sum(-1, keepdim=True) + 1e-6) / 128**0.5
     k = k / torch.sqrt((k**2).sum(-1, keepdim=True) + 1e-6)
-    g = -torch.exp(a_log.double()) * F.softplus(ab[:, :heads].double() + bias)
+    g = -torch.exp(a_log.double()) * softplus(ab[:, :heads].double() + bias)
     beta = torch.sigmoid(ab[:, heads:].double())
     state, out = torch.zeros(heads, 128, 128, dtype=torch.double), []
     for t in range(tokens):
@@ -193,7 +202,7 @@ def delta_reference(projected, ab, taps, a_log, bias, norm, heads):
         state = state + k[t][:, :, None] * e[:, None, :]
         out.append(torch.einsum("hkv,hk->hv", state, q[t]))
     o, z = torch.stack(out), projected[:, channels:].double().view(tokens, heads, 128)
-    return o / torch.sqrt((o**2).mean(-1, keepdim=True) + 1e-6) * norm.double() * F.silu(z)
+    return o / torch.sqrt((o**2).mean(-1, keepdim=True) + 1e-6) * norm.double() * silu(z)
 
 
 def kv_codes(x):
@@ -249,6 +258,54 @@ def attend():
         same(alone[1][0], window.rows(4)[1][t - 62], f"token {t} alone: scales")
 
 
+def dense():
+    inner, width, rows = 64, 64, 3
+    codes, scales = torch.randint(-8, 8, (2 * inner, width)), (torch.rand(2 * inner, 1) * 0.1).half()
+    values = codes.float() * scales.float()
+    weight = pack_codes(mlp_decode.interleave_gate_up(codes), mlp_decode.interleave_gate_up(scales), "Q4")
+    a, out = activation(rows, width), Activation.empty(rows, inner, 1, "cpu")
+    mlp_decode.gate_up(weight, a, rows, out)
+    factor = torch.rsqrt(a.rows(rows)[2].sum(1, keepdim=True) / width + 1e-6)
+    y = (a.values(rows) @ values.T) * factor
+    words, expected = quantize_rows_ref(silu(y[:, :inner]) * y[:, inner:])
+    near(out.rows(rows)[1], expected, 1e-5, "scales")
+    assert (out.rows(rows)[0] != words).sum() <= 2, "codes"  # a value at a rounding border may fall either way
+
+
+def head():
+    codes, scales = torch.randint(-32, 32, (96, 64)), torch.full((96, 1), 0.01).half()
+    codes[70] = codes[5]  # the same logit twice: the lower row wins
+    codes[5, :] = codes[70, :] = 0
+    weight, values = pack_codes(codes, scales, "Q6"), codes.float() * scales.float()
+    a = activation(2, 64)
+    found = head_decode.Candidates.empty(2, 96, "cpu")
+    for addressable in (96, 60):
+        logits, token = torch.full((2, 96), NAN), torch.full((2,), -1, dtype=torch.int32)
+        head_decode.head(weight, a, found, logits, addressable=addressable)
+        factor = torch.rsqrt(a.rows(2)[2].sum(1, keepdim=True) / 64 + 1e-6)
+        near(logits, (a.values(2) @ values.T) * factor, EXACT, "logits")
+        head_decode.greedy(found, token)
+        same(token.long(), logits[:, :addressable].argmax(1), "greedy token")
+    names = torch.randperm(96).int()
+    head_decode.head(weight, a, found, None, addressable=96)
+    head_decode.greedy(found, token, names)
+    same(token, names[logits.argmax(1)], "mapped token")
+    tied = head_decode.Candidates(torch.tensor([[1.0, 4.0, 4.0]]), torch.tensor([[3, 40, 70]], dtype=torch.int32))
+    head_decode.greedy(tied, token[:1])
+    assert token[0] == 40, "ties go to the lower row"
+
+
+def embed(fmt):
+    table, values = matrix(48, 256, fmt)
+    tokens, norm = torch.tensor([0, 9, 47], dtype=torch.int32), (torch.randn(256) * 0.1).bfloat16()
+    x, u, out = torch.full((3, 256), NAN), torch.full((3, 256), NAN), Activation.empty(3, 256, 8, "cpu")
+    embedding_decode.embed(table, tokens, norm, x, u, out)
+    same(x, values[tokens.long()], "rows")
+    same(u, x * (1 + norm.float()), "u")
+    same(out.rows(3)[0], quantize_rows_ref(u)[0], "codes")
+    near(out.rows(3)[2], (x**2).view(3, 8, 32).sum(-1), EXACT, "sums of squares")
+
+
 CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
     "side rows": (side_rows,),
     "residual": (residual,),
@@ -256,6 +313,10 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "experts W8 W8": (experts, "W8", "W8", 1),
     "experts Q4 Q6": (experts, "Q4", "Q6", 1),
     "expert ties": (ties,),
+    "dense gate/up": (dense,),
+    "head": (head,),
+    "embed W8": (embed, "W8"),
+    "embed Q6": (embed, "Q6"),
     "gated delta": (delta,),
     "attention": (attend,),
 }

@@ -17,7 +17,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CASES = (
     "project W8", "project Q4", "project Q5", "project Q6", "side rows", "residual", "experts Q4 Q5", "experts W8 W8",
-    "experts Q4 Q6", "expert ties", "gated delta", "attention",
+    "experts Q4 Q6", "expert ties", "dense gate/up", "head", "embed W8",
+    "embed Q6", "gated delta", "attention",
 )  # fmt: skip
 SMALLEST_BLOCK_MEMORY = 99 * 1024
 """Shared memory of one block on the consumer cards (sm_86, sm_89, sm_120)."""
@@ -53,3 +54,6 @@ def test_builds_and_fits(capability):
     assert len(built) >= 8
     for line in built:
         assert line["shared"] <= SMALLEST_BLOCK_MEMORY, line
+        lanes = f"sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [{line['warps']}, 1], order = [1, 0]"
+        assert all(lanes in layout for layout in line["lanes"]), line
+    assert sum(bool(line["lanes"]) for line in built) >= 6
