@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ninfer_cli.server.context import Fairness
 
 from ninfer_core.errors import EngineBusyError
 from ninfer_core.testing import Delay, Refuse, Reply, Script, ScriptedEngine, Wait
@@ -154,9 +155,7 @@ def test_the_queue_is_bounded_and_fair(serve: Any) -> None:
         send("one", text)
     send("two", "b1")
     waiting = [entry[0].request.messages[-1].text for entry in engine._waiting]
-    assert waiting == ["b1", "a2", "a3", "a4"], (
-        "another client's first request passes a backlog, order stays within one"
-    )
+    assert waiting == ["a2", "b1", "a3", "a4"], "a backlog costs another client one place; order stays within one"
     full = server.post("/v1/chat/completions", {"messages": USER}, headers={"x-api-key": "one"})
     assert full.status_code == 503 and full.headers["retry-after"] == "1"
     assert full.json()["error"]["type"] == "service_unavailable"
@@ -172,6 +171,24 @@ def test_the_queue_is_bounded_and_fair(serve: Any) -> None:
                 pass
         connection.close()
     assert server.idle()
+
+
+def test_nobody_starves_behind_a_steady_visitor() -> None:
+    fairness = Fairness(100)
+    running = fairness.enter("a")
+    running.waits = lambda: False
+    patient = fairness.enter("a")
+    for _ in range(50):
+        visitor = fairness.enter("b")
+        assert patient.priority <= visitor.priority, "who came first goes first among equals"
+        visitor.waits = lambda: False
+        fairness.leave(visitor)
+    alone = [fairness.enter("c").priority for _ in range(10)]
+    assert alone == sorted(set(alone))
+    assert fairness.in_flight == 12
+    with pytest.raises(EngineBusyError, match="the limit is 100"):
+        for _ in range(100):
+            fairness.enter("d")
 
 
 def test_states_of_the_engine(serve: Any) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -67,27 +66,27 @@ class RequestRecord:
         self.error = fault_of(error)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
-    """A place in the fair order: `priority` goes into the engine's request."""
+    """A place in the fair order: `priority` goes into the engine's request, `waits` tells whether it still waits."""
 
-    id: int
+    client: str
     priority: int
+    waits: Callable[[], bool] = lambda: True
 
 
 class Fairness:
     """Start-time fair order between clients, expressed as the engine's priorities, and the bound on all of them.
 
-    A client's priorities grow with each of its requests; a client that was idle starts at the oldest one in flight.
-    So one client's backlog never delays another client's first request, and one client alone is served first in,
-    first out.
+    A client's priorities grow with each of its requests; a client without any starts beside the first in the queue.
+    So a backlog delays another client's first request by one place at most, nobody starves, and one client alone is
+    served first in, first out.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = threading.Lock()
-        self._active: dict[int, tuple[str, int]] = {}
-        self._tickets = itertools.count()
+        self._active: list[Ticket] = []
 
     def enter(self, client: str) -> Ticket:
         """A place for a new request.
@@ -100,16 +99,19 @@ class Fairness:
                 raise EngineBusyError(
                     f"{len(self._active)} requests are running or waiting, the limit is {self.limit}", retry_after=1.0
                 )
-            oldest = min((priority for _, priority in self._active.values()), default=0)
-            own = max((priority for name, priority in self._active.values() if name == client), default=oldest - 1)
-            ticket = Ticket(next(self._tickets), own + 1)
-            self._active[ticket.id] = (client, ticket.priority)
+            waiting = [ticket.priority for ticket in self._active if ticket.waits()]
+            everybody = [ticket.priority for ticket in self._active]
+            now = min(waiting) if waiting else max(everybody, default=0)
+            own = max((ticket.priority + 1 for ticket in self._active if ticket.client == client), default=0)
+            ticket = Ticket(client, max(now, own))
+            self._active.append(ticket)
             return ticket
 
     def leave(self, ticket: Ticket) -> None:
         """The request has ended."""
         with self._lock:
-            self._active.pop(ticket.id, None)
+            if ticket in self._active:
+                self._active.remove(ticket)
 
     @property
     def in_flight(self) -> int:

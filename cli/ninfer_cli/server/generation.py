@@ -186,6 +186,7 @@ async def start(
     except BaseException:
         server.fairness.leave(ticket)
         raise
+    ticket.waits = lambda: any(handle.queue_position is not None for handle in handles)
     record.prompt_tokens = handles[0].prompt_tokens
     record.submitted = time.monotonic()
     generation = Generation(server, record, handles, ticket, choices)
