@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import difflib
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -94,7 +96,7 @@ def share(engine: EngineInterface) -> str:
                 return known
             if not getattr(other, "nonblocking", False) and other.state == "closed":
                 del _SHARED[known]
-        name = f"shared-{id(engine):x}"
+        name = f"@{id(engine):x}"
         _SHARED[name] = engine
         return name
 
@@ -112,7 +114,7 @@ def connect(target: Target) -> EngineInterface:
     shared = _SHARED.get(target.engine)
     if shared is not None:
         return _serving(shared, target)
-    if target.engine.startswith("shared-"):
+    if target.engine.startswith("@"):
         raise EngineClosedError(
             f"engine {target.engine!r} is not in this process; use from_engine again, or name an engine and its model"
         )
@@ -179,15 +181,31 @@ def offline_profile(target: Target) -> dict[str, Any]:
     return model_profile(target.model, limit)
 
 
+def known_context(target: Target) -> int | None:
+    """The served context if the engine is loaded or the client has asked, else the model's own; None: not known yet."""
+    engine = connect(target)
+    if target.base_url:
+        served = getattr(engine, "known_context", None)
+        return _known_context(target.model) if served is None else int(served)
+    if not isinstance(engine, NamedEngine) or engine.state == "ready":
+        return engine.context_length
+    return offline_profile(target).get("max_input_tokens")
+
+
 def _known_context(model: str) -> int | None:
     """The model's own context: of the two models by name, of an artifact folder by its config.json."""
     if store.canonical(model).startswith("qwen3.6:"):
         return QWEN_CONTEXT
     try:
-        config = store.resolve(model) / "config.json"
-        return int(json.loads(config.read_bytes())["text_config"]["max_position_embeddings"])
+        return _context_of_folder(model)
     except (NinferError, OSError, ValueError, KeyError, TypeError):
         return None
+
+
+@lru_cache
+def _context_of_folder(model: str) -> int:
+    config = store.resolve(model) / "config.json"
+    return int(json.loads(config.read_bytes())["text_config"]["max_position_embeddings"])
 
 
 def concurrency(engine: EngineInterface) -> int:
@@ -268,7 +286,56 @@ def timings_of(timings: Timings) -> dict[str, float]:
     }
 
 
-# --- tool choice -------------------------------------------------------------------------------------------------
+# --- call options and tool choice ----------------------------------------------------------------------------------
+
+
+def own_options(options: Mapping[str, Any], known: Iterable[str], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Call options by an adapter's own names.
+
+    Raises:
+        TypeError: an unknown one, with the nearest known.
+    """
+    names = set(known)
+    made: dict[str, Any] = {}
+    for name, value in options.items():
+        own = aliases.get(name, name)
+        if own not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            raise TypeError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        made[own] = value
+    return made
+
+
+def checked_fields(values: Any, known: Iterable[str], aliases: Mapping[str, str]) -> Any:
+    """Constructor arguments of an adapter with aliases replaced.
+
+    Raises:
+        ValueError: an unknown field, with the nearest known; or a field and its alias together.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    made = dict(values)
+    for alias, name in aliases.items():
+        if alias in made and name in made:
+            raise ValueError(f"{alias} and {name} are the same field; give one")
+        if alias in made:
+            made[name] = made.pop(alias)
+    try:
+        return own_options(made, known, {})
+    except TypeError as error:
+        raise ValueError(str(error).replace("option", "field")) from None
+
+
+def check_engine_options(model: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that no engine has.
+
+    Raises:
+        ValueError: an unknown or impossible one.
+    """
+    try:
+        EngineOptions(model=model, **options)
+    except TypeError as error:
+        raise ValueError(f"engine_options: {error}") from None
 
 
 def tool_choice_of(choice: Any, names: Sequence[str]) -> ToolChoice:

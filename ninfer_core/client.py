@@ -167,6 +167,11 @@ class Client(EngineInterface):
         return int(self._entries()[0]["max_model_len"])
 
     @property
+    def known_context(self) -> int | None:
+        """The served context if it was asked for before; never asks."""
+        return int(self._link.models[0]["max_model_len"]) if self._link.models else None
+
+    @property
     def profile(self) -> dict[str, Any]:
         """Capabilities as far as the server tells them (asked once)."""
         inputs = self._entries()[0].get("architecture", {}).get("input_modalities", ["text"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -23,7 +22,9 @@ from ninfer_core.adapter import (
     Target,
     answer_logprobs,
     asubmit,
+    check_engine_options,
     check_served,
+    checked_fields,
     concurrency,
     connect,
     joined,
@@ -105,28 +106,11 @@ class ChatNInfer(BaseChatModel):
     @model_validator(mode="before")
     @classmethod
     def _own_names(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        made = dict(values)
-        for alias, name in _ALIASES.items():
-            if alias in made:
-                if name in made:
-                    raise ValueError(f"{alias} and {name} are the same field; give one")
-                made[name] = made.pop(alias)
-        for name in made:
-            if name not in cls.model_fields:
-                near = difflib.get_close_matches(name, cls.model_fields, 1)
-                raise ValueError(f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        return made
+        return checked_fields(values, cls.model_fields, _ALIASES)
 
     @model_validator(mode="after")
     def _check_engine_options(self) -> ChatNInfer:
-        from ninfer_core import EngineOptions
-
-        try:
-            EngineOptions(model=self.model, **self.engine_options)
-        except TypeError as error:
-            raise ValueError(f"engine_options: {error}") from error
+        check_engine_options(self.model, self.engine_options)
         return self
 
     # --- what it is ---

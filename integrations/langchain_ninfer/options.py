@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 
-from ninfer_core.adapter import tool_choice_of
+from ninfer_core.adapter import own_options, tool_choice_of
 from ninfer_core.errors import InvalidRequestError, UnsupportedError
 from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool
 
@@ -99,15 +98,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: an unknown one, with the nearest known.
     """
-    known = {*FIELDS, *CALL_ONLY}
-    made: dict[str, Any] = {}
-    for name, value in options.items():
-        own = _ALIASES.get(name, name)
-        if own not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise TypeError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        made[own] = value
-    return made
+    return own_options(options, (*FIELDS, *CALL_ONLY), _ALIASES)
 
 
 def build_request(messages: Sequence[Message], options: Mapping[str, Any]) -> Request:
