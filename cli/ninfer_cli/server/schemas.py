@@ -271,7 +271,7 @@ class OllamaCopyRequest(Schema):
     destination: str
 
 
-class TokenizeRequest(Schema):
+class TokenizeRequest(ThinkingFields):
     """`POST /tokenize`: raw `content` (or `prompt`), or `messages` through the template."""
 
     content: str | None = None

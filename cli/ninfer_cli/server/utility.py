@@ -112,7 +112,8 @@ def _token_routes(routes: APIRouter, server: Server) -> None:
         def work() -> list[int]:
             if body.messages:
                 messages, tools = to_messages(body.messages, server.media), to_tools(body.tools)[0]
-                return list(server.engine.frontend.prepare(Request(messages, tools=tools)).token_ids)
+                request = Request(messages, tools=tools, **thinking_of(body))
+                return list(server.engine.frontend.prepare(request).token_ids)
             text = body.content if body.content is not None else body.prompt
             if text is None:
                 raise InvalidRequestError("content is missing; send content, prompt or messages", param="content")
