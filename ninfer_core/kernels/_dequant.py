@@ -71,21 +71,30 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
-def load_unit(w, wh, ws, unit, lane, FMT: tl.constexpr):
-    """Registers of units `unit` [X, 1]: four words, the high words (one for Q5, two for Q6), two fp16 scales in one."""
+def load_unit(w, wh, ws, index, FMT: tl.constexpr):
+    """Registers of the unit `index` units behind the pointers: four words, high words (Q5 one, Q6 two), two scales.
+
+    `w`, `wh`, `ws` are pointers [X, 32] of each lane's first unit: with constant distances a load needs no arithmetic.
+    """
     words = ()
     for i in tl.static_range(4):
-        words = words + (tl.load(w + unit * 128 + i * 32 + lane, eviction_policy="evict_first"),)  # noqa: RUF005
+        words = words + (tl.load(w + index * 128 + i * 32, eviction_policy="evict_first"),)  # noqa: RUF005
     high = ()
     if FMT == 5:
-        high = (tl.load(wh + unit * 32 + lane, eviction_policy="evict_first"),)
+        high = (tl.load(wh + index * 32, eviction_policy="evict_first"),)
     if FMT == 6:
         high = (
-            tl.load(wh + unit * 64 + lane, eviction_policy="evict_first"),
-            tl.load(wh + unit * 64 + 32 + lane, eviction_policy="evict_first"),
+            tl.load(wh + index * 64, eviction_policy="evict_first"),
+            tl.load(wh + index * 64 + 32, eviction_policy="evict_first"),
         )
-    scale = tl.load(ws + tl.max_contiguous(unit * 8 + lane // 4, [1, 2]), eviction_policy="evict_first")
-    return words, high, scale
+    return words, high, tl.load(ws + index * 8, eviction_policy="evict_first")
+
+
+@triton.jit
+def unit_pointers(w, wh, ws, unit, lane, FMT: tl.constexpr):
+    """Pointers [X, 32] of words, high words and scales of units `unit` [X, 1]."""
+    high: tl.constexpr = 64 if FMT == 6 else 32
+    return w + unit * 128 + lane, wh + unit * high + lane, ws + tl.max_contiguous(unit * 8 + lane // 4, [1, 2])
 
 
 @triton.jit
@@ -148,17 +157,23 @@ def add_unit(acc, words, high, low_scale, top_scale, b, s, X: tl.constexpr, FMT:
 
 
 @triton.jit
-def load_activation(q, s, unit, lane, FMT: tl.constexpr):
-    """Fragment registers and column scales of units `unit` [X, 1] of an activation block of eight rows."""
+def activation_pointers(q, s, unit, lane, FMT: tl.constexpr):
+    """Pointers [X, 32] of the fragment words and column scales of units `unit` [X, 1] of a block of eight rows."""
+    halves: tl.constexpr = 1 if FMT == 8 else 2
+    at = tl.max_contiguous(unit * (halves * 64) + (lane // 4) * 8 + lane % 4, [1, 2])
+    return q + at, s + tl.max_contiguous(unit * (halves * 8) + (lane % 4) * 2, [1, 2])
+
+
+@triton.jit
+def load_activation(q, s, index, FMT: tl.constexpr):
+    """Fragment registers and column scales of the unit `index` units behind the pointers."""
     b = ()
     scales = ()
     halves: tl.constexpr = 1 if FMT == 8 else 2
     for half in tl.static_range(halves):
-        group = unit * halves + half
-        at = tl.max_contiguous(group * 64 + (lane // 4) * 8 + lane % 4, [1, 2])
-        column = tl.max_contiguous(group * 8 + (lane % 4) * 2, [1, 2])
-        b = b + (tl.load(q + at), tl.load(q + tl.max_contiguous(at + 4, [1, 2])))  # noqa: RUF005
-        scales = scales + (tl.load(s + column), tl.load(s + tl.max_contiguous(column + 1, [1, 2])))  # noqa: RUF005
+        group = index * halves + half
+        b = b + (tl.load(q + group * 64), tl.load(q + group * 64 + 4))  # noqa: RUF005
+        scales = scales + (tl.load(s + group * 8), tl.load(s + group * 8 + 1))  # noqa: RUF005
     return b, scales
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._dequant import (
+    activation_pointers,
     add_unit,
     load_activation,
     load_unit,
@@ -20,6 +21,7 @@ from ._dequant import (
     row_factors,
     stack,
     tile_of,
+    unit_pointers,
     unpack_scales,
     wait_for_inputs,
     zero_registers,
@@ -28,32 +30,32 @@ from ._order import Activation, KernelMatrix
 
 
 @triton.jit
-def load_units(w, wh, ws, tile, step, lane, TILES: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr,
-               X: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
-    """Steps step..step+S-1 of `TILES` row tiles: a flat tuple of units, tile by tile within a step."""
+def unit_after(i: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr):
+    """How many units behind its first a warp's unit of step `i` lies: runs of `RUN` units, warp by warp."""
+    return (i // RUN) * X * RUN + i % RUN
+
+
+@triton.jit
+def load_units(
+    w, wh, ws, TILES: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """`S` steps of `TILES` row tiles from pointers [X, 32]: a flat tuple of units, tile by tile within a step."""
     units = ()
     for i in tl.static_range(S):
-        unit = unit_of(step + i, X, RUN)
         for r in tl.static_range(TILES):
-            units = units + (load_unit(w, wh, ws, (tile + r) * U + unit, lane, FMT),)  # noqa: RUF005
+            units = units + (load_unit(w, wh, ws, r * U + unit_after(i, X, RUN), FMT),)  # noqa: RUF005
     return units
 
 
 @triton.jit
-def unit_of(step, X: tl.constexpr, RUN: tl.constexpr):
-    """Unit of K [X, 1] that each warp takes at `step`: runs of `RUN` units, warp by warp."""
-    warp = tl.arange(0, X)[:, None]
-    return ((step // RUN) * X + warp) * RUN + step % RUN
-
-
-@triton.jit
 def add_units(
-    acc, units, q, s, step, lane, TILES: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr,
-    RUN: tl.constexpr, PTX: tl.constexpr,
+    acc, units, q, s, TILES: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add `S` steps to the accumulators (a tuple of one per row tile)."""
+    """Add `S` steps to the accumulators (a tuple of one per row tile); `q`, `s` are pointers [X, 32]."""
     for i in tl.static_range(S):
-        b, scales = load_activation(q, s, unit_of(step + i, X, RUN), lane, FMT)
+        b, scales = load_activation(q, s, unit_after(i, X, RUN), FMT)
         grown = ()
         for r in tl.static_range(TILES):
             unit = units[i * TILES + r]
@@ -104,21 +106,37 @@ def tile_products(
     # With a factor per head a warp takes whole heads: 128 of K are four units of 32 or two of 64.
     RUN: tl.constexpr = (4 if FMT == 8 else 2) if HEADS else 1
     STAGES: tl.constexpr = U // (X * S)
+    HIGH: tl.constexpr = 64 if FMT == 6 else 32
+    HALVES: tl.constexpr = 1 if FMT == 8 else 2
+    AHEAD: tl.constexpr = S * X  # units from one stage to the next
     lane = tl.arange(0, 32)[None, :]
-    units = load_units(w, wh, ws, tile, 0, lane, TILES, U, S, FMT, X, RUN)
+    warp = tl.arange(0, X)[:, None]
+    wp, hp, sp = unit_pointers(w, wh, ws, tile * U + warp * RUN, lane, FMT)
+    qp, xp = activation_pointers(q, s, warp * RUN, lane, FMT)
+    units = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN)
     wait_for_inputs(PDL)
     acc = fresh(TILES, X)
     if STAGES <= 2:
         for c in tl.static_range(STAGES):
             if c > 0:
-                units = load_units(w, wh, ws, tile, c * S, lane, TILES, U, S, FMT, X, RUN)
-            acc = add_stage(acc, units, q, s, ss, c * S, lane, eps, TILES, S, FMT, HEADS, X, RUN, PTX)
+                units = load_units(
+                    wp + c * AHEAD * 128, hp + c * AHEAD * HIGH, sp + c * AHEAD * 8, TILES, U, S, FMT, X, RUN
+                )
+            acc = add_stage(
+                acc, units, qp + c * AHEAD * HALVES * 64, xp + c * AHEAD * HALVES * 8, ss, c * S, lane, eps,
+                TILES, S, FMT, HEADS, X, RUN, PTX,
+            )  # fmt: skip
     else:
         for c in range(STAGES):
             # The next stage is on its way while this one is multiplied; the last turn asks for its own again.
-            ahead = tl.minimum(c + 1, STAGES - 1) * S
-            following = load_units(w, wh, ws, tile, ahead, lane, TILES, U, S, FMT, X, RUN)
-            acc = add_stage(acc, units, q, s, ss, c * S, lane, eps, TILES, S, FMT, HEADS, X, RUN, PTX)
+            step = tl.where(c + 1 < STAGES, AHEAD, 0)
+            wp += step * 128
+            hp += step * HIGH
+            sp += step * 8
+            following = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN)
+            acc = add_stage(acc, units, qp, xp, ss, c * S, lane, eps, TILES, S, FMT, HEADS, X, RUN, PTX)
+            qp += AHEAD * HALVES * 64
+            xp += AHEAD * HALVES * 8
             units = following
     return acc
 
@@ -130,18 +148,18 @@ def add_stage(
 ):  # fmt: skip
     """One stage of S steps; with HEADS every run is summed alone and folded with its factor."""
     if HEADS:
+        HALVES: tl.constexpr = 1 if FMT == 8 else 2
         for h in tl.static_range(S // RUN):
-            at = step + h * RUN
-            part = fresh(TILES, X)
             run = ()
             for i in tl.static_range(RUN * TILES):
                 run = run + (units[h * RUN * TILES + i],)  # noqa: RUF005
-            part = add_units(part, run, q, s, at, lane, TILES, RUN, FMT, X, RUN, PTX)
-            head = (at // RUN) * X + tl.arange(0, X)[:, None]
+            after = h * RUN * X * HALVES
+            part = add_units(fresh(TILES, X), run, q + after * 64, s + after * 8, TILES, RUN, FMT, X, RUN, PTX)
+            head = (step // RUN + h) * X + tl.arange(0, X)[:, None]
             acc = fold_heads(acc, part, ss, head, lane, eps, TILES)
         return acc
     else:
-        return add_units(acc, units, q, s, step, lane, TILES, S, FMT, X, RUN, PTX)
+        return add_units(acc, units, q, s, TILES, S, FMT, X, RUN, PTX)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._dequant import (
+    activation_pointers,
     add_unit,
     load_unit,
     quantize_columns,
@@ -23,6 +24,7 @@ from ._dequant import (
     stack,
     store_groups,
     tile_of,
+    unit_pointers,
     unpack_scales,
     wait_for_inputs,
 )
@@ -139,16 +141,22 @@ def gate_up_tile(
 ):  # fmt: skip
     """32 gate rows and the matching 32 up rows of one expert for the rows of the block that chose it."""
     G32: tl.constexpr = INTER // 32
+    HIGH: tl.constexpr = 64 if FMT == 6 else 32
+    HALVES: tl.constexpr = 1 if FMT == 8 else 2
     lane = tl.arange(0, 32)[None, :]
-    gate_at = expert * (INTER // 8) + tile * 2
-    up_at = gate_at + INTER // 16
+    warp = tl.arange(0, X)[:, None]
+    gate_at = (expert * (INTER // 8) + tile * 2) * U + warp
+    gate_w, gate_h, gate_s = unit_pointers(w, wh, ws, gate_at, lane, FMT)
+    up_w, up_h, up_s = unit_pointers(w, wh, ws, gate_at + (INTER // 16) * U, lane, FMT)
+    qp, xp = activation_pointers(q, s, warp, lane, FMT)
     gate = fresh(2, X)
     up = fresh(2, X)
     for c in tl.static_range(U // (X * S)):
-        gates = load_units(w, wh, ws, gate_at, c * S, lane, 2, U, S, FMT, X, 1)
-        ups = load_units(w, wh, ws, up_at, c * S, lane, 2, U, S, FMT, X, 1)
-        gate = add_units(gate, gates, q, s, c * S, lane, 2, S, FMT, X, 1, PTX)
-        up = add_units(up, ups, q, s, c * S, lane, 2, S, FMT, X, 1, PTX)
+        n = c * S * X
+        gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1)
+        ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1)
+        gate = add_units(gate, gates, qp + n * HALVES * 64, xp + n * HALVES * 8, 2, S, FMT, X, 1, PTX)
+        up = add_units(up, ups, qp + n * HALVES * 64, xp + n * HALVES * 8, 2, S, FMT, X, 1, PTX)
     factor = row_factors(ss, eps, PARTS, PARTS_BLOCK, K)[None, :]
     h = silu(stack(tile_of(gate[0]), tile_of(gate[1])) * factor) * (stack(tile_of(up[0]), tile_of(up[1])) * factor)
     words, scale = quantize_columns(h)
@@ -161,16 +169,15 @@ def gate_up_tile(
 
 
 @triton.jit
-def pair_activation(hq, hs, pair, unit, lane, G32: tl.constexpr, FMT: tl.constexpr):
-    """Fragments of one expert row per warp: all eight columns are that row."""
+def pair_activation(q, s, index, FMT: tl.constexpr):
+    """Fragments of one expert row per warp, from pointers [X, 32]: all eight columns are that row."""
     b = ()
     scales = ()
     halves: tl.constexpr = 1 if FMT == 8 else 2
     for half in tl.static_range(halves):
-        group = pair * G32 + unit * halves + half
-        at = tl.max_contiguous(group * 8 + lane % 4, [1, 2])
-        scale = tl.load(hs + tl.max_contiguous(group + lane // 32, [1, 2]))
-        b = b + (tl.load(hq + at), tl.load(hq + tl.max_contiguous(at + 4, [1, 2])))  # noqa: RUF005
+        group = index * halves + half
+        scale = tl.load(s + group)
+        b = b + (tl.load(q + group * 8), tl.load(q + group * 8 + 4))  # noqa: RUF005
         scales = scales + (scale, scale)  # noqa: RUF005
     return b, scales
 
@@ -182,13 +189,18 @@ def down_sums(
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Two row tiles of each warp's expert row `pair` [X, 1]; units first, first + STEP, ... of `S`."""
+    HALVES: tl.constexpr = 1 if FMT == 8 else 2
+    wp, hp, sp = unit_pointers(w, wh, ws, tile * U + first, lane, FMT)
+    group = pair * G32 + first * HALVES
+    qp = hq + tl.max_contiguous(group * 8 + lane % 4, [1, 2])
+    xp = hs + tl.max_contiguous(group + lane // 32, [1, 2])
     units = ()
     for i in tl.static_range(S):
         for r in tl.static_range(2):
-            units = units + (load_unit(w, wh, ws, (tile + r) * U + first + i * STEP, lane, FMT),)  # noqa: RUF005
+            units = units + (load_unit(wp, hp, sp, r * U + i * STEP, FMT),)  # noqa: RUF005
     acc = fresh(2, X)
     for i in tl.static_range(S):
-        b, scales = pair_activation(hq, hs, pair, first + i * STEP, lane, G32, FMT)
+        b, scales = pair_activation(qp, xp, i * STEP, FMT)
         grown = ()
         for r in tl.static_range(2):
             unit = units[i * 2 + r]
