@@ -64,6 +64,9 @@ def test_every_client_gets_the_same_answer(demo: tuple[str, Engine]) -> None:
     assert line.message.content == text
     assert whole.usage and whole.usage.prompt_tokens == line.prompt_eval_count == response.usage.input_tokens  # type: ignore[union-attr]
     assert whole.usage.completion_tokens == line.eval_count == message.usage.output_tokens
+    end = time.monotonic() + 5
+    while engine.stats()["running"] and time.monotonic() < end:
+        time.sleep(0.01)
     assert engine.stats()["running"] == 0
 
 

@@ -32,10 +32,14 @@ STREAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def raw_request(server: Running, path: str, body: dict[str, Any]) -> socket.socket:
-    """A connection with a whole request sent and nothing read."""
+def raw_request(server: Running, path: str, body: dict[str, Any], buffer: int | None = None) -> socket.socket:
+    """A connection with a whole request sent and nothing read; `buffer` bounds what may wait for the reader."""
     data = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    connection = socket.socket()
+    connection.settimeout(5)
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", server.port))
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
@@ -255,11 +259,9 @@ def test_a_client_that_does_not_read_is_given_up(serve: Any) -> None:
     engine = ScriptedEngine(Script(["x</think>" + "word " * 4000], burst=50, rate=None), Script("x"))
     server = serve(engine, stall_timeout=0.3)
     body = {**STREAMS["/v1/chat/completions"], "logprobs": True, "top_logprobs": 20}
-    connection = raw_request(server, "/v1/chat/completions", body)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    assert wait_for(lambda: server.engine.handles)
+    connection = raw_request(server, "/v1/chat/completions", body, buffer=4096)
+    assert wait_for(lambda: 'outcome="stalled"' in server.http.get("/metrics").text, 25)
     assert server.idle()
-    assert 'outcome="stalled"' in server.http.get("/metrics").text
     connection.close()
 
 

@@ -31,11 +31,12 @@ CHAT = "/v1/chat/completions"
 def test_keys_in_every_spelling(serve: Any) -> None:
     server = serve("Hello!", api_keys=("one", "zwei-ü"))
     body = {"messages": USER}
-    good = [
+    good: list[Any] = [
         {"authorization": "Bearer one"},
         {"authorization": "bearer one"},
         {"x-api-key": "one"},
         {"x-api-key": "one", "authorization": "Bearer other"},
+        {"x-api-key": "zwei-ü".encode()},
     ]
     for headers in good:
         assert server.post(CHAT, body, headers=headers).status_code == 200, headers

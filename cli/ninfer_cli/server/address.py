@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import http.client
+import os
 import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -85,7 +86,9 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
     ]
     made = socket.socket(family, kind, protocol)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # On Windows this option lets a second server take the port of the first.
+        if os.name == "posix":
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1 if host == "::1" else 0)
         made.bind(where)

@@ -32,6 +32,7 @@ class ModelCard:
     video: bool
     tools: bool
     thinking: bool
+    structured: bool
     size: int
     digest: str
     modified: float
@@ -62,6 +63,7 @@ class ModelCard:
             video=bool(profile.get("video_inputs")),
             tools=bool(profile.get("tool_calling")),
             thinking=bool(profile.get("reasoning_output")),
+            structured=bool(profile.get("structured_output")),
             size=entry.size if entry else 0,
             digest=entry.digest if entry else hashlib.sha256(seed.encode()).hexdigest(),
             modified=entry.modified if entry else time.time(),
@@ -157,7 +159,7 @@ def anthropic_entry(server: Server, name: str) -> dict[str, Any]:
             },
             "image_input": yes if card.vision else no,
             "pdf_input": no,
-            "structured_outputs": no,
+            "structured_outputs": yes if card.structured else no,
             "server_tools": {"supported": False, "code_execution": no, "web_fetch": no, "web_search": no},
             "thinking": {
                 "supported": card.thinking,

@@ -136,7 +136,7 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app = app
-        self.digests = [_digest(key) for key in settings.api_keys]
+        self.digests = [_digest(key.encode()) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an authorised request on, or raise the 401."""
@@ -155,7 +155,9 @@ class ApiKeys:
         await self.app(scope, receive, send)
 
     def _known(self, given: Iterable[str]) -> bool:
-        matches = [hmac.compare_digest(_digest(key), digest) for key in given for digest in self.digests]
+        # Header text is the raw bytes read as Latin-1: compare the bytes, so that any UTF-8 key works.
+        found = [_digest(key.encode("latin-1", "replace")) for key in given]
+        matches = [hmac.compare_digest(key, digest) for key in found for digest in self.digests]
         return any(matches)
 
 
@@ -168,5 +170,5 @@ def presented_key(headers: Headers) -> list[str]:
     return [key for key in keys if key]
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
