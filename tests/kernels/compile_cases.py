@@ -87,7 +87,7 @@ def cases(full: bool = False):
         yield "gdn in", linear_decode.linear_kernel, 4, linear(8, 12288, 128, 2, 1, 4, side=True)
         yield "gdn out", linear_decode.linear_residual_kernel, 2, residual(8, 2048, 256, 4, 2, heads=True)
     for label, fmt, rows in (("head", 6, 248320), ("draft head", 4, 131072)) if full else (("head", 6, 248320),):
-        k, steps = (2048, 8) if full else (256, 1)
+        k, steps = (2048, 8) if full else (768, 1)  # three stages: the loop
         constants = linear(fmt, rows, k, 2, steps, 4)
         for name in ("HEADS", "ROWNORM", "SIDE", "SIDE_BN", "TILES"):
             del constants[name]

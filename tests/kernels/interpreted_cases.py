@@ -326,9 +326,8 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
 def main(names: list[str]) -> None:
     """Run the named cases, or all."""
     torch.set_num_threads(1)
-    for name, (case, *arguments) in CASES.items():
-        if names and name not in names:
-            continue
+    for name in names or CASES:
+        case, *arguments = CASES[name]
         torch.manual_seed(0)
         began = time.perf_counter()
         try:
