@@ -98,8 +98,9 @@ def test_tokenize_and_back(serve: Any) -> None:
     assert answer["tokens"][2] == {"id": answer["tokens"][2]["id"], "piece": [0xC3]}
     ids = server.post("/tokenize", {"content": "Grüße<|im_end|>"}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": ids}).json()["content"] == "Grüße<|im_end|>"
-    counted = server.post("/tokenize", {"messages": USER}).json()["count"]
-    assert counted == server.post(CHAT, {"messages": USER}).json()["usage"]["prompt_tokens"]
+    for fields in ({}, {"enable_thinking": False}, {"thinking_budget": 0}, {"reasoning_effort": "none"}):
+        counted = server.post("/tokenize", {"messages": USER, **fields}).json()["count"]
+        assert counted == server.post(CHAT, {"messages": USER, **fields}).json()["usage"]["prompt_tokens"]
     prompt = server.post("/apply-template", {"messages": USER, "enable_thinking": False}).json()["prompt"]
     assert prompt.endswith("<think>\n\n</think>\n\n")
     assert server.post("/tokenize", {}).status_code == 400
