@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
@@ -27,7 +27,7 @@ import numpy as np
 from ..errors import InvalidRequestError, SchemaError
 from ..types import Request, ResponseFormat, Tool
 from .closing import completes, completion
-from .language import Language, Tags, Writer, with_options
+from .language import CLOSERS, MARKS, Language, Tags, Writer, with_options
 from .vocabulary import Vocabulary
 
 log = logging.getLogger("ninfer.engine")
@@ -67,25 +67,34 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What may stand at one place: one `forced` token, or the `allowed` ids, or all but the `banned` ones."""
+    """What may stand at one place: one `forced` token, or those of the `mask`, or all but the `banned` ones.
+
+    `mask`: one bit per id, lowest first.
+    """
 
     forced: int | None = None
-    allowed: np.ndarray | None = None
+    mask: bytes | None = None
     banned: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A compiled constraint. Many requests may start from one plan."""
+    """A compiled constraint. Many requests may start from one plan.
+
+    `growth`: tokens that one token can add to what must follow; `path`: tokens that complete the value from its start;
+    `free_text`: the matcher sees calls only; `raw`: raw arguments are the only places for control characters, whose
+    masks are worked out once and kept in `masks`.
+    """
 
     vocabulary: Vocabulary
     matcher: Any
     growth: int
     free_text: bool
     banned_in_text: tuple[str, ...] = ()
-    calls: bool = False
-    shortest: int = 0
-    marks: tuple[str, ...] = field(default=(THINK_END,))
+    path: tuple[int, ...] | None = ()
+    marks: tuple[str, ...] = (THINK_END,)
+    raw: bool = False
+    masks: dict[bytes, bytes] = field(default_factory=dict)
 
 
 def needed(request: Request) -> bool:
@@ -122,11 +131,23 @@ def compile_plan(request: Request, vocabulary: Vocabulary) -> Plan:
         marks, banned = (THINK_END, CALL), (FUNCTION, CALL)
     else:
         marks, banned = (THINK_END, CALL) if request.tools else (THINK_END,), ()
-    closing = completion(matcher, vocabulary, _MOST)
-    size = len(closing) + 1 if closing is not None else _MOST
-    return Plan(vocabulary, matcher, language.growth, free, banned, bool(tools), size, marks)
+    path = completion(matcher, vocabulary, _MOST)
+    if path is None and not _begins(matcher, vocabulary):
+        raise SchemaError("response_format: no text satisfies this grammar", param="response_format")
+    return Plan(
+        vocabulary,
+        matcher,
+        language.growth,
+        free,
+        banned_in_text=banned,
+        path=None if path is None else tuple(path),
+        marks=marks,
+        raw=language.raw and not any(found.size for found in vocabulary.completing(_TERMINATOR)[:2]),
+    )
 
 
+_TERMINATOR = CLOSERS[0]
+_RAW_MARKS = tuple(mark.encode() for mark in (*MARKS, _TERMINATOR))
 _MOST = 4096
 """Tokens that the search for a completion may take."""
 
@@ -173,6 +194,13 @@ def _matcher(language: Language, vocabulary: Vocabulary, form: ResponseFormat | 
     return matcher
 
 
+def _begins(matcher: Any, vocabulary: Vocabulary) -> bool:
+    """Whether any token can start a text of the grammar."""
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little", count=vocabulary.size)
+    bits[vocabulary.eos] = 0
+    return bool(bits.any())
+
+
 class Grammar:
     """The constraint of one running request.
 
@@ -198,7 +226,9 @@ class Grammar:
         self._think_end = self._vocabulary.id(THINK_END)
         self._call, self._call_end = self._vocabulary.id(CALL), self._vocabulary.id(CALL_END)
         behind = Phase.TEXT if plan.free_text else Phase.BODY
-        self._states = [State(Phase.REASONING if thinking else behind)]
+        self._control = self._vocabulary.spell("\x02")
+        self._states = [State(Phase.REASONING if thinking else behind, path=plan.path or ())]
+        self._states = [replace(self.state, check=self._next_check(self.state))]
         self._pending: list[int] = []
         if prefix and self._matcher is not None and not plan.free_text and not thinking:
             self._skip(prefix)
@@ -213,7 +243,9 @@ class Grammar:
     @property
     def reserve(self) -> int:
         """Tokens that the answer needs behind a think block, with some for the model to choose."""
-        return 2 * self._plan.shortest + 32 if self._plan.matcher is not None and not self._plan.free_text else 0
+        if self._plan.matcher is None or self._plan.free_text:
+            return 0
+        return 2 * len(self._plan.path or ()) + 32
 
     @property
     def state(self) -> State:
@@ -228,25 +260,49 @@ class Grammar:
         if state.closing:
             return Row(forced=state.closing[0])
         if state.phase is Phase.DONE:
-            return Row(allowed=self._ends)
+            return Row(mask=self._with(b"", self._ends))
         if state.phase in (Phase.REASONING, Phase.TEXT):
             return Row(banned=self._banned(state))
         if state.phase is Phase.BODY:
             forced = self._matcher.compute_ff_tokens()
             if forced:
                 return Row(forced=forced[0])
-        return Row(allowed=self._allowed(state))
+        return Row(mask=self._mask(state))
 
-    def _allowed(self, state: State) -> np.ndarray:
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+    def _mask(self, state: State) -> bytes:
+        key = self._raw_key(state) if self._plan.raw else None
+        if key is not None and key in self._plan.masks:
+            return self._plan.masks[key]
+        mask: bytes = self._matcher.compute_bitmask()
         self._alive()
-        bits = np.unpackbits(words, bitorder="little", count=self._vocabulary.size)
-        if self._matcher.is_accepting():
-            bits[self._ends] = 1
+        if key is not None:
+            self._plan.masks[key] = mask
         if state.phase is Phase.LEAD:
             room = NEWLINES - state.newlines
-            bits[[token for token, count in self._vocabulary.newlines.items() if count <= room]] = 1
-        return np.flatnonzero(bits)
+            mask = self._with(mask, [token for token, count in self._vocabulary.newlines.items() if count <= room])
+        if self._ends.size > self._vocabulary.eos.size and self._matcher.is_accepting():
+            mask = self._with(mask, self._ends)
+        return mask
+
+    def _with(self, mask: bytes, ids: Iterable[int]) -> bytes:
+        made = bytearray(mask or bytes(-(-self._vocabulary.size // 8)))
+        for token in ids:
+            made[token >> 3] |= 1 << (token & 7)
+        return bytes(made)
+
+    def _raw_key(self, state: State) -> bytes | None:
+        """Inside a raw argument, what of the text so far decides about the next token; None elsewhere.
+
+        That is the beginning of a mark at its end. With at most a newline no token reaches beyond the argument, so
+        the mask is the same in every argument.
+        """
+        tail = state.tail
+        if tail.endswith(b">\n") or self._matcher.validate_tokens(self._control) == 0:
+            return None
+        for mark in _RAW_MARKS:
+            if any(tail.endswith(mark[:n]) for n in range(2, len(mark))) or (mark[:1] == b"<" and tail.endswith(b"<")):
+                return None
+        return b"\n" if tail.endswith(b"\n") else b""
 
     def _alive(self) -> None:
         if self._matcher.is_error():
@@ -296,6 +352,8 @@ class Grammar:
             return token
         self._restore(len(self._pending) - 1)
         before = self._path() if state.phase in (Phase.BODY, Phase.LEAD) else None
+        if before is not None and not self._plan.free_text:
+            before = (*before, self._vocabulary.end)
         if before and len(before) <= self._room(state):
             self._states[-1] = replace(state, closing=before)
             self._push(before[0])
@@ -363,20 +421,26 @@ class Grammar:
         phase = state.phase
         if phase is Phase.REASONING:
             if token == self._think_end:
-                return replace(state, phase=Phase.TEXT if self._plan.free_text else Phase.LEAD, tail=b"")
+                return replace(
+                    state,
+                    phase=Phase.TEXT if self._plan.free_text else Phase.LEAD,
+                    tail=b"",
+                    check=self._next_check(state),
+                )
             return replace(state, tail=(state.tail + self._vocabulary.bytes(token))[-16:])
         if phase is Phase.DONE or (token in self._ends and (phase is Phase.TEXT or self._accepting())):
             return replace(state, phase=Phase.DONE)
         if phase is Phase.TEXT:
             if token == self._call and self._matcher is not None:
-                return replace(state, phase=Phase.BODY, fed=state.fed + 1, check=state.position)
+                return replace(state, phase=Phase.BODY, fed=state.fed + 1, tail=b"", check=self._next_check(state))
             return replace(state, tail=(state.tail + self._vocabulary.bytes(token))[-16:])
         if phase is Phase.LEAD:
             count = self._vocabulary.newlines.get(token, NEWLINES + 1)
             if state.newlines + count <= NEWLINES:
                 newlines = state.newlines + count
                 return replace(state, newlines=newlines, phase=Phase.LEAD if newlines < NEWLINES else Phase.BODY)
-        return replace(state, phase=Phase.BODY, fed=state.fed + 1)
+        tail = (state.tail + self._vocabulary.bytes(token))[-16:]
+        return replace(state, phase=Phase.BODY, fed=state.fed + 1, tail=tail)
 
     def _accepting(self) -> bool:
         return bool(self._matcher.is_accepting())
@@ -396,19 +460,22 @@ class Grammar:
         return None if found is None else tuple(found)
 
     def _schedule(self, path: tuple[int, ...] | None) -> None:
-        """Look at the room again when it could have become short: a token adds at most `growth` to what must follow."""
-        state = self.state
-        if path is None:
-            self._states[-1] = replace(state, check=state.position + 1)
-        else:
-            skip = max(1, (self._room(state) - len(path) - 1) // self._plan.growth)
-            self._states[-1] = replace(state, check=state.position + skip, path=path)
+        """Look at the room again when it could have become short, given what would complete the value here."""
+        state = self.state if path is None else replace(self.state, path=path)
+        check = state.position + 1 if path is None else self._next_check(state)
+        self._states[-1] = replace(state, check=check)
+
+    def _next_check(self, state: State) -> int:
+        """A token adds at most `growth` to what must follow."""
+        if self._plan.matcher is None or self._plan.path is None:
+            return state.position + 1
+        spare = self._room(state) - len(state.path) - 1
+        return state.position + max(1, spare // self._plan.growth)
 
 
 def _may(row: Row, token: int) -> bool:
     if row.forced is not None:
         return token == row.forced
-    if row.allowed is not None:
-        at = int(np.searchsorted(row.allowed, token))
-        return at < row.allowed.size and row.allowed[at] == token
+    if row.mask is not None:
+        return token >> 3 < len(row.mask) and bool(row.mask[token >> 3] >> (token & 7) & 1)
     return row.banned is None or token not in row.banned

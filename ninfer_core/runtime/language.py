@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from ..errors import SchemaError
 from ..types import ResponseFormat, Tool
-from .schema import Check, Enforcer, attach, longest_part, resolve, shortest
+from .schema import REPETITIONS, Check, Enforcer, attach, longest_part, repetitions, resolve, shortest
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Blanks between two parts of JSON: bounded, so that a model cannot write blanks until its budget is used up."""
@@ -23,8 +24,17 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 CLOSERS = ("\n</parameter>\n", "</function>\n", "/function>\n")
 """Texts that end a part of a call, in the order in which they are to be tried."""
 
+_MOST = 10_000
+"""Bytes of a value beyond which its size does not count."""
+
 VALUE = "value"
 """The type of an enumeration of values that are no strings."""
+
+MARKS = (
+    *("</parameter>", "</function>", "<tool_call>", "</tool_call>", "\n<parameter=", "\n<function="),
+    *("<parameter=", "<function="),
+)
+"""What cannot stand in a raw argument, the last two only at its start: the parser could take it for an end."""
 
 _INTEGER = r"/-?(0|[1-9][0-9]{0,17})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/"
@@ -36,7 +46,8 @@ _NO_TAGS = (
 _NO_JSON = r" & ~/[ \t\r\n]*[\[\{\(](?s:.*)/"
 _END = json.dumps(CLOSERS[0])
 _FORMATS = {
-    "date": r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])",
+    "date": r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    r"|02-(0[1-9]|1[0-9]|2[0-8]))",
     "time": r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])",
     "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
     "email": r"[a-zA-Z0-9_+-]{1,32}(\.[a-zA-Z0-9_+-]{1,32}){0,3}@[a-zA-Z0-9]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?"
@@ -52,10 +63,14 @@ _FORMATS["date-time"] = _FORMATS["date"] + "T" + _FORMATS["time"]
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """A grammar's text, and how many tokens the costliest single step can add to what must follow."""
+    """A grammar's text, and how many tokens the costliest single step can add to what must follow.
+
+    `raw`: it has raw arguments of any text, and nothing else that takes control characters.
+    """
 
     text: str
     growth: int
+    raw: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +115,7 @@ class Writer:
         text = "\n".join([f"start: {' | '.join(ways)}", *self._rules]) + "\n"
         if self._extra:
             text = json.dumps({"grammars": [{"name": "all", "lark_grammar": text}, *self._extra]})
-        return Language(text, self._growth)
+        return Language(text, self._growth, set(self._names) == {_NO_TAGS} and (answer is None or _is_json(answer)))
 
     # answers
 
@@ -109,11 +124,16 @@ class Writer:
             schema = {"type": "object"} if form.kind == "json" else form.schema
             schema = True if schema is None else schema
             return self._rule("answer", self._json(schema, form.strict, "response_format.schema"))
+        if repetitions(form.pattern or "") > REPETITIONS:
+            raise SchemaError(
+                f"response_format.pattern repeats a part more than {REPETITIONS} times; use smaller counts",
+                param="response_format.pattern",
+            )
         if form.kind == "choice":
             return self._rule("answer", " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choices))
         if form.kind == "regex":
             return self._rule("answer", f"/{regex_to_lark(form.pattern or '', '')}/")
-        self._extra.append({"name": "answer", "lark_grammar": form.pattern or ""})
+        self._extra.append({"name": "answer", "lark_grammar": _lark(form.pattern or "")})
         return "@answer"
 
     def _json(self, schema: Any, strict: bool, param: str) -> str:
@@ -140,9 +160,10 @@ class Writer:
         root = enforce(tool.parameters if isinstance(tool.parameters, Mapping) else {})
         self.notes += [f"{param}: {note}" for note in enforce.notes]
         head = json.dumps(f"\n<function={tool.name}>\n", ensure_ascii=False)
-        self._growth = max(self._growth, shortest(root, root) + len(tool.name) + 48)
         bodies = []
         for v, (declared, required, rest) in enumerate(variants(root, root)):
+            size = sum(len(key) + 32 + shortest(declared[key], root) for key in required)
+            self._growth = max(self._growth, min(size, _MOST) + len(tool.name) + 48)
             parts = []
             for p, (key, schema) in enumerate(declared.items()):
                 name = self._parameter(f"p_{index}_{v}_{p}", json.dumps(key, ensure_ascii=False)[1:-1], schema, root)
@@ -162,7 +183,7 @@ class Writer:
 
     def _value(self, schema: Any, root: Any) -> str:
         """A value and the tag behind it. The growth of a value counts its tags."""
-        self._growth = max(self._growth, shortest(schema, root) + 64)
+        self._growth = max(self._growth, min(shortest(schema, root), _MOST) + 64)
         texts, structures = [], []
         for leaf in leaves(schema, root):
             kind = leaf.get("type", "string")
@@ -221,6 +242,20 @@ class Writer:
 def with_options(schema: Any) -> Any:
     """A schema with the compiler's options for blanks."""
     return {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema} if isinstance(schema, Mapping) else schema
+
+
+def _is_json(form: ResponseFormat) -> bool:
+    return form.kind in ("json", "json_schema")
+
+
+def _lark(text: str) -> str:
+    """A client's grammar, given in Lark or in GBNF, as Lark."""
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the converter raises bare exceptions
+        raise SchemaError(
+            f"response_format: the grammar is neither Lark nor GBNF that can be read: {error}", param="response_format"
+        ) from error
 
 
 def search(pattern: str) -> str:
@@ -284,7 +319,7 @@ def _typed(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 Variant = tuple[dict[str, Any], set[str], Any]
-"""Declared parameters in order, the required ones among them, and the schema of undeclared ones."""
+"""Declared parameters in order, the required ones among them, and the schema of undeclared ones (False: none)."""
 
 
 def variants(schema: Any, root: Any, depth: int = 0) -> list[Variant]:
@@ -295,7 +330,8 @@ def variants(schema: Any, root: Any, depth: int = 0) -> list[Variant]:
     required = set(schema.get("required", ()))
     for name in schema.get("required", ()):
         declared.setdefault(name, True)
-    made: list[Variant] = [(declared, required, schema.get("additionalProperties", True))]
+    free = schema.get("additionalProperties", "properties" not in schema)
+    made: list[Variant] = [(declared, required, free)]
     parts = [[resolve(schema["$ref"], root)]] if isinstance(schema.get("$ref"), str) else []
     parts += [[member] for member in schema.get("allOf", ())]
     parts += [list(schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)]

@@ -13,8 +13,10 @@ to the moment: the same request gives the same tokens with any number of drafts 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
 
 RawLogprob = tuple[int, float, list[tuple[int, float]]]
 """A token, its log-probability and its alternatives, before ids become text."""
+
+
+@lru_cache(maxsize=8)
+def allowed_ids(mask: bytes, size: int) -> Tensor:
+    """The ids of a mask in order, int64. Inside a string one mask follows itself, so the last ones are kept."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=size)
+    return torch.from_numpy(np.flatnonzero(bits.view(np.bool_)))
 
 
 class Sampler:
@@ -119,8 +128,8 @@ class Sampler:
         if row.forced is not None:
             grammar.take(row.forced)
             return row.forced
-        if row.allowed is not None:
-            ids = torch.from_numpy(row.allowed)
+        if row.mask is not None:
+            ids = allowed_ids(row.mask, z.numel())
             return grammar.admit(int(ids[0 if ids.numel() == 1 else pick(z[ids], self.params, u)]))
         z = z.clone()
         z[torch.from_numpy(row.banned)] = -torch.inf

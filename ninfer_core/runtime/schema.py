@@ -61,6 +61,32 @@ _REPAIRS = 64
 _UNBOUNDED = 10**6
 
 
+REPETITIONS = 20_000
+"""How often a pattern may repeat a part, counts of nested groups multiplied: the work grows with it."""
+
+_COUNT = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
+
+
+def repetitions(pattern: str) -> int:
+    """The largest number of times that counted repetitions in a pattern repeat one part."""
+    levels, at, group = [1], 0, 1
+    while at < len(pattern):
+        char = pattern[at]
+        count = _COUNT.match(pattern, at) if char == "{" else None
+        if count is not None:
+            levels[-1] = max(levels[-1], group * max(int(n) for n in count.groups() if n))
+            at = count.end()
+            continue
+        group = 1
+        if char == "(":
+            levels.append(1)
+        elif char == ")" and len(levels) > 1:
+            group = levels.pop()
+            levels[-1] = max(levels[-1], group)
+        at += 2 if char == "\\" else 1
+    return max(levels)
+
+
 def pointer(path: Path) -> str:
     """The JSON pointer of a path, as a URI fragment."""
     return "#" + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in path)
@@ -91,6 +117,10 @@ class Enforcer:
         for _ in range(_REPAIRS):
             reason = self._check(made)
             if not reason:
+                if shortest(made, made) >= _UNBOUNDED:
+                    raise SchemaError(
+                        f"{self._param}: no value of finite size satisfies this schema", param=self._param
+                    )
                 return made
             if "unsatisfiable" in reason.lower():
                 raise SchemaError(f"{self._param}: no value can satisfy this schema: {reason}", param=self._param)
@@ -126,6 +156,8 @@ class Enforcer:
             here = (*path, key)
             if key in UNENFORCEABLE:
                 self._unenforceable(schema, key, here, made)
+            elif key == "pattern" and isinstance(value, str) and repetitions(value) > REPETITIONS:
+                self._drop(here, key, f"it repeats a part more than {REPETITIONS} times")
             elif key in _PLAIN:
                 made[key] = value
             elif key in _MANY or (key == "items" and isinstance(value, list | tuple)):
@@ -147,7 +179,7 @@ class Enforcer:
         value = schema[key]
         if key == "unevaluatedProperties" and not any(k in schema for k in (*_COMBINED, "additionalProperties")):
             made["additionalProperties"] = self._walk(value, here)
-        elif value not in ({}, True) and not (key in ("then", "else") and "if" not in schema):
+        elif not _idle(schema, key):
             self._drop(here, key, "the grammar compiler does not know it")
 
     def _reference(self, value: Any, here: Path, made: dict[str, Any]) -> None:
@@ -236,6 +268,20 @@ class Enforcer:
                 if not self._check(attach({k: v for k, v in schema.items() if k != key}, root)):
                     return path, key
         return path, ""
+
+
+def _idle(schema: Mapping[str, Any], key: str) -> bool:
+    """Whether an unenforceable keyword says nothing where it stands."""
+    value = schema[key]
+    if key == "not":
+        return value is False
+    if key == "contains":
+        return schema.get("minContains") == 0 and "maxContains" not in schema
+    if key == "if":
+        return "then" not in schema and "else" not in schema
+    if key in ("then", "else"):
+        return "if" not in schema
+    return value is True or value == {}
 
 
 def children(schema: Any) -> Iterator[tuple[Path, Any]]:

@@ -49,7 +49,7 @@ class Vocabulary:
 
     Attributes:
         size: ids with text; masks have this many entries.
-        eos: the ids that end an output.
+        eos: the ids that end an output, in order; `end`: the usual one of them.
         library: the compiler's own tokenizer object.
     """
 
@@ -58,6 +58,7 @@ class Vocabulary:
 
     def __init__(self, tokens: Tokens, eos: Sequence[int]) -> None:
         self.size = tokens.addressable
+        self.end = eos[0]
         self.eos = np.array(sorted(eos))
         self._special = dict(tokens.special)
         self._table = [tokens.token_bytes(i) for i in range(self.size)]

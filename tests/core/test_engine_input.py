@@ -13,7 +13,7 @@ from ninfer_core.errors import (
     InvalidRequestError,
     UnsupportedError,
 )
-from ninfer_core.types import Image, Message, Request, ResponseFormat, Sampling, Text, Tool, ToolChoice
+from ninfer_core.types import Image, Message, Request, Sampling, Text, Tool, ToolChoice
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +106,6 @@ def test_odd_but_right_requests_work(shared):
 
 
 UNSUPPORTED = [
-    (Request((Message("user", "x"),), response_format=ResponseFormat("json")), "response_format"),
-    (Request((Message("user", "x"),), tools=(TOOL,), tool_choice=ToolChoice("required")), "tool_choice"),
-    (Request((Message("user", "x"),), tools=(TOOL,), tool_choice=ToolChoice("required", ("bash",))), "tool_choice"),
     (Request((Message("user", (Text("x"), Image(data=b"1"))),)), "messages[0].content[1]"),
 ]
 
