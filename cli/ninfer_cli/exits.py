@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ninfer_core import errors
 
-OK, INTERNAL, USAGE, UNKNOWN_MODEL, SERVER, DEVICE, ARTIFACT, DISK = range(8)
+OK, INTERNAL, USAGE, UNKNOWN_MODEL, SERVER, DEVICE, ARTIFACT, DISK, PORT = range(9)
 INTERRUPTED, TERMINATED = 130, 143
 
 TABLE = {
@@ -19,6 +19,7 @@ TABLE = {
     DEVICE: "no usable device, or the model does not fit",
     ARTIFACT: "a model artifact or checkpoint is damaged, foreign or fails its digest",
     DISK: "not enough disk space",
+    PORT: "port in use, or the address cannot be bound",
     INTERRUPTED: "interrupted (SIGINT)",
     TERMINATED: "terminated (SIGTERM)",
 }

@@ -343,9 +343,14 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _program(argv: list[str]) -> typer.Typer:
-    """The app, with the completion options only where they can matter: parsing them costs a third of a second."""
+    """The app, with `serve` and the completion options only where they can matter: they take half a second to parse."""
     first = argv[0] if argv else "--help"
-    if not first.startswith("-") and "_NINFER_COMPLETE" not in os.environ:
+    plain = not first.startswith("-") and "_NINFER_COMPLETE" not in os.environ
+    if (first == "serve" or not plain) and "serve" not in [command.name for command in app.registered_commands]:
+        from .server.command import serve
+
+        app.command("serve")(guarded(serve))
+    if plain:
         return app
     full = _typer(completion=True)
     full.registered_callback, full.registered_commands = app.registered_callback, app.registered_commands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -12,13 +13,12 @@ import typer
 
 from ninfer_core.errors import InvalidRequestError, MissingDependencyError
 
+from .. import exits
 from .address import Address, bind, holder_of, parse_address
 from .settings import DEFAULT_PORT, ServerSettings
 
 if TYPE_CHECKING:
     from ninfer_core.engine import Engine
-
-EXIT_PORT = 8
 
 Loader = Callable[[], "Engine"]
 
@@ -175,12 +175,13 @@ def run(settings: ServerSettings, address: Address, model: str, load: Loader) ->
             f"error: cannot listen on {address.host}:{address.port}: {(error.strerror or str(error)).lower()}{holder}; "
             f"choose another port, for example: ninfer serve {model} --port {address.port + 1}\n"
         )
-        return EXIT_PORT
+        return exits.PORT
     from .boot import Boot, GracefulServer
 
     boot = Boot(settings, load, model)
     server = GracefulServer(boot, settings)
-    threading.Thread(target=boot.load, args=(server.stop,), name="ninfer-load", daemon=True).start()
+    loading = threading.Thread(target=boot.load, args=(server.stop,), name="ninfer-load", daemon=True)
+    loading.start()
     shown = f"http://{address.shown}:{sockets[0].getsockname()[1]}"
     sys.stderr.write(f"ninfer: listening on {shown}, loading {model}\n")
     try:
@@ -189,6 +190,10 @@ def run(settings: ServerSettings, address: Address, model: str, load: Loader) ->
         boot.close()
         for item in sockets:
             item.close()
+    if loading.is_alive():
+        # Stopped while loading: the interpreter's own shutdown would abort on a thread inside native code.
+        sys.stderr.flush()
+        os._exit(exits.OK)
     if boot.error is not None:
         raise boot.error
     return 0
