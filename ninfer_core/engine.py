@@ -215,6 +215,8 @@ class Engine(ModelCard):
             threads=loaded.threads,
             name=self.model_id,
         )
+        warm = (self.frontend.tokenizer, self.frontend.eos_ids)  # a large vocabulary takes seconds to prepare
+        threading.Thread(target=_warm_grammars, args=warm, name="ninfer-grammars", daemon=True).start()
         self._finalizer = weakref.finalize(self, self._loop.stop)
 
     @classmethod
@@ -271,12 +273,12 @@ class Engine(ModelCard):
 
     def _grammar(self, request: Request, prompt: Any, limit: int) -> Grammar | None:
         """What constrains the output of a request; None for most."""
-        from .runtime.grammar import Grammar, compile_plan, needed
+        from .runtime.grammar import Grammar, needed, plan_for
         from .runtime.vocabulary import Vocabulary
 
         if not needed(request):
             return None
-        plan = compile_plan(request, Vocabulary.of(self.frontend.tokenizer, self.frontend.eos_ids))
+        plan = plan_for(request, Vocabulary.of(self.frontend.tokenizer, self.frontend.eos_ids))
         prefix = request.messages[-1].text if prompt.continued else ""
         return Grammar(plan, thinking=prompt.thinking, limit=limit, stop_ids=request.stop_token_ids, prefix=prefix)
 
@@ -309,6 +311,13 @@ class Engine(ModelCard):
         with self._closing:
             self._closed = True
             self._finalizer()
+
+
+def _warm_grammars(tokenizer: Any, eos_ids: Sequence[int]) -> None:
+    """Prepare the vocabulary for grammars before the first request that needs it."""
+    from .runtime.vocabulary import Vocabulary
+
+    Vocabulary.of(tokenizer, eos_ids)
 
 
 def _decorate(tokenizer: Any, raw: Sequence[RawLogprob]) -> list[TokenLogprob]:

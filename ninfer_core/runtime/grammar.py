@@ -107,6 +107,18 @@ def needed(request: Request) -> bool:
     return choice.mode != "auto" or bool(choice.names) or any(tool.strict for tool in request.tools)
 
 
+def plan_for(request: Request, vocabulary: Vocabulary) -> Plan:
+    """`compile_plan`, remembered: agents send the same tools and schemas with every turn. Any thread may call it."""
+    form, choice = request.response_format, request.tool_choice
+    tools = [(tool.name, tool.parameters, tool.strict) for tool in request.tools]
+    wanted = (form and (form.kind, form.schema, form.pattern, form.choices, form.strict), choice.mode, choice.names)
+    key = json.dumps((wanted, tools, request.parallel_tool_calls), default=dict)
+    plan: Plan | None = vocabulary.plans.get(key)
+    if plan is None:
+        plan = vocabulary.plans.put(key, compile_plan(request, vocabulary))
+    return plan
+
+
 def compile_plan(request: Request, vocabulary: Vocabulary) -> Plan:
     """Compile what a request demands.
 

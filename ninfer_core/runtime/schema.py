@@ -162,11 +162,17 @@ class Enforcer:
                 made[key] = value
             elif key in _MANY or (key == "items" and isinstance(value, list | tuple)):
                 if not isinstance(value, list | tuple):
-                    raise SchemaError(f"{self._param}: {pointer(here)} must be a list of schemas", path=pointer(here))
+                    raise SchemaError(
+                        f"{self._param}: {pointer(here)} must be a list of schemas",
+                        path=pointer(here),
+                        param=self._param,
+                    )
                 made[key] = [self._walk(item, (*here, i)) for i, item in enumerate(value)]
             elif key in _NAMED:
                 if not isinstance(value, Mapping):
-                    raise SchemaError(f"{self._param}: {pointer(here)} must be an object", path=pointer(here))
+                    raise SchemaError(
+                        f"{self._param}: {pointer(here)} must be an object", path=pointer(here), param=self._param
+                    )
                 made[key] = {name: self._walk(item, (*here, name)) for name, item in value.items()}
             elif key in ("items", "additionalProperties", "additionalItems"):
                 made[key] = self._walk(value, here)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -24,6 +25,34 @@ class Tokens(Protocol):
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token."""
+
+
+PLANS = 32
+"""Compiled constraints that one vocabulary keeps."""
+
+
+class Recent:
+    """A few values by key, the last ones used. Any thread may use it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> Any:
+        """The value, or None."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: str, value: Any) -> Any:
+        """Keep a value; returns it."""
+        with self._lock:
+            self._values[key] = value
+            while len(self._values) > self._size:
+                self._values.popitem(last=False)
+        return value
 
 
 class _Wrapper:
@@ -51,6 +80,7 @@ class Vocabulary:
         size: ids with text; masks have this many entries.
         eos: the ids that end an output, in order; `end`: the usual one of them.
         library: the compiler's own tokenizer object.
+        plans: constraints compiled for it, by what they were made of.
     """
 
     _made: ClassVar[weakref.WeakKeyDictionary[Any, Vocabulary]] = weakref.WeakKeyDictionary()
@@ -58,6 +88,7 @@ class Vocabulary:
 
     def __init__(self, tokens: Tokens, eos: Sequence[int]) -> None:
         self.size = tokens.addressable
+        self.plans = Recent(PLANS)
         self.end = eos[0]
         self.eos = np.array(sorted(eos))
         self._special = dict(tokens.special)

@@ -32,11 +32,12 @@ from hypothesis import strategies as st
 
 from ninfer_core.errors import InvalidRequestError, SchemaError
 from ninfer_core.runtime.closing import completes, completion
-from ninfer_core.runtime.grammar import Grammar, Phase, check, needed
+from ninfer_core.runtime.grammar import Grammar, Phase, check, needed, plan_for
 from ninfer_core.runtime.language import leaves, search, variants
 from ninfer_core.runtime.sampler import allowed_ids
 from ninfer_core.runtime.schema import Enforcer, longest_part, repetitions, shortest
 from ninfer_core.runtime.validation import check_request
+from ninfer_core.runtime.vocabulary import PLANS
 from ninfer_core.types import Request, ResponseFormat, Tool, ToolChoice
 
 ID = TOKENIZER.id
@@ -301,6 +302,22 @@ def test_only_what_constrains_is_compiled():
         asking(True),
     ):
         assert needed(request)
+
+
+def test_the_same_demand_is_compiled_once():
+    first = plan_for(asking(SCHEMAS["person"]), VOCABULARY)
+    assert plan_for(asking(dict(SCHEMAS["person"]), thinking=False, max_tokens=3), VOCABULARY) is first
+    others = [
+        asking(SCHEMAS["edit"]),
+        asking(SCHEMAS["person"], tools=TOOLS),
+        asking(SCHEMAS["person"], tools=TOOLS, parallel_tool_calls=False),
+        Request(USER, response_format=ResponseFormat("json_schema", SCHEMAS["person"], strict=False)),
+    ]
+    plans = [plan_for(request, VOCABULARY) for request in others]
+    assert len({id(plan) for plan in (first, *plans)}) == 5
+    for i in range(PLANS):
+        plan_for(Request(USER, response_format=ResponseFormat("choice", choices=(str(i),))), VOCABULARY)
+    assert plan_for(asking(SCHEMAS["person"]), VOCABULARY) is not first  # only the last ones used are kept
 
 
 BAD = [

@@ -110,3 +110,32 @@ def test_a_response_format_is_enforced(demo: tuple[str, Engine]) -> None:
     body = {"messages": QUESTION, "response_format": {"type": "json_object"}, "max_tokens": 200, "temperature": 0}
     answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=60).json()
     assert isinstance(json.loads(answer["choices"][0]["message"]["content"]), dict)
+
+
+def test_constraints_are_enforced_or_refused_and_never_ignored(demo: tuple[str, Engine]) -> None:
+    url, _ = demo
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+
+    def post(**fields: Any) -> httpx.Response:
+        body = {"messages": QUESTION, "max_tokens": 60, "temperature": 0, "reasoning_effort": "none", **fields}
+        return httpx.post(url + "/v1/chat/completions", json=body, timeout=120)
+
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for fields in ({"response_format": named}, {"guided_json": schema}):
+        answer = json.loads(post(**fields).json()["choices"][0]["message"]["content"])
+        assert list(answer) == ["city"] and isinstance(answer["city"], str)
+    assert post(guided_choice=["left", "right"]).json()["choices"][0]["message"]["content"] in ("left", "right")
+    unenforceable = {**schema, "not": {"required": ["x"]}}
+    refused = post(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": unenforceable}})
+    assert refused.status_code == 400 and "'not'" in refused.json()["error"]["message"]
+    function = {"name": "weather", "strict": True, "parameters": schema}
+    called = post(tools=[{"type": "function", "function": function}], tool_choice="required", parallel_tool_calls=False)
+    choice = called.json()["choices"][0]
+    call = choice["message"]["tool_calls"][0]["function"]
+    assert choice["finish_reason"] == "tool_calls" and call["name"] == "weather"
+    assert list(json.loads(call["arguments"])) == ["city"]
