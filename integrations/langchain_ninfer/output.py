@@ -112,8 +112,9 @@ class ChunkMaker:
         if isinstance(event, ToolCallDelta):
             return _call_part(event.index, event.arguments)
         if isinstance(event, ToolCallEnd):
-            # Not JSON any more, so the sum of the chunks holds an invalid call, as the whole message does.
-            return None if event.complete else _call_part(event.index, f"\n[{CUT}]")
+            # Core completes partial JSON, but not past a bracket that nothing opened: so the sum of the chunks holds an
+            # invalid call, as the whole message does.
+            return None if event.complete else _call_part(event.index, f"\n] {CUT}")
         last = _chunk("", response_metadata(event, self._model, self._mode), chunk_position="last")
         assert isinstance(last.message, AIMessageChunk)
         last.message.usage_metadata = usage_metadata(event.usage)

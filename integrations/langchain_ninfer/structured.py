@@ -7,12 +7,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.messages import AIMessageChunk
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import ChatGeneration
 from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import ValidationError
 
 from ninfer_core.errors import InvalidRequestError
 
@@ -42,7 +44,7 @@ def structured(
         bound = model.bind_tools(
             [schema], tool_choice=name, strict=strict, parallel_tool_calls=False, **tracing, **options
         )
-        inner: Runnable[Any, Any] = (
+        inner: BaseOutputParser[Any] = (
             PydanticToolsParser(tools=[schema], first_tool_only=True)
             if is_class
             else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
@@ -68,46 +70,48 @@ def _format(schema: Any, strict: bool | None) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": inner}
 
 
-def _demanding(parser: Runnable[Any, Any]) -> Runnable[Any, Any]:
+def _demanding(parser: BaseOutputParser[Any]) -> Runnable[Any, Any]:
     """A tool parser that fails where the answer has no complete call, instead of returning None."""
 
-    def check(result: Any, seen: Any) -> None:
-        if result is None:
-            message = seen if isinstance(seen, AIMessage) else None
-            text = message.text if message is not None else ""
-            reason = message.response_metadata.get("finish_reason") if message is not None else None
+    def partial(seen: Any) -> Any:
+        return parser.parse_result([ChatGeneration(message=seen)], partial=True)
+
+    def final(seen: Any) -> Any:
+        try:
+            found = parser.parse_result([ChatGeneration(message=seen)])
+        except ValidationError as error:
+            raise OutputParserException(f"the call does not fit the schema: {error}", llm_output=seen.text) from error
+        if found is None:
+            reason = seen.response_metadata.get("finish_reason")
             raise OutputParserException(
                 f"the answer holds no complete call of the schema (finish_reason {reason!r}); raise max_tokens or use "
-                f"include_raw=True to see it. Its text: {text[:200]!r}",
-                llm_output=text,
+                f"include_raw=True to see it. Its text: {seen.text[:200]!r}",
+                llm_output=seen.text,
             )
+        return found
 
-    def run(inputs: Iterator[Any]) -> Iterator[Any]:
-        seen, result = None, None
+    def run(messages: Iterator[Any]) -> Iterator[Any]:
+        seen, last = None, None
+        for message in messages:
+            seen = message if seen is None else seen + message
+            found = partial(seen) if isinstance(message, AIMessageChunk) else None
+            if found is not None and found != last:
+                last = found
+                yield found
+        found = final(seen)
+        if found != last:
+            yield found
 
-        def watched() -> Iterator[Any]:
-            nonlocal seen
-            for item in inputs:
-                seen = item if seen is None else seen + item
-                yield item
-
-        for result in parser.transform(watched()):
-            if result is not None:
-                yield result
-        check(result, seen)
-
-    async def arun(inputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        seen, result = None, None
-
-        async def watched() -> AsyncIterator[Any]:
-            nonlocal seen
-            async for item in inputs:
-                seen = item if seen is None else seen + item
-                yield item
-
-        async for result in parser.atransform(watched()):
-            if result is not None:
-                yield result
-        check(result, seen)
+    async def arun(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        seen, last = None, None
+        async for message in messages:
+            seen = message if seen is None else seen + message
+            found = partial(seen) if isinstance(message, AIMessageChunk) else None
+            if found is not None and found != last:
+                last = found
+                yield found
+        found = final(seen)
+        if found != last:
+            yield found
 
     return RunnableGenerator(run, arun)
