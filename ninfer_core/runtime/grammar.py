@@ -139,10 +139,7 @@ def compile_plan(request: Request, vocabulary: Vocabulary) -> Plan:
     for note in notes:
         log.warning("%s", note)
     matcher = _matcher(language, vocabulary, form)
-    if free:
-        marks, banned = (THINK_END, CALL), (FUNCTION, CALL)
-    else:
-        marks, banned = (THINK_END, CALL) if request.tools else (THINK_END,), ()
+    marks: tuple[str, ...] = (THINK_END, CALL) if request.tools else (THINK_END,)
     path = completion(matcher, vocabulary, _MOST)
     if path is None and not _begins(matcher, vocabulary):
         raise SchemaError("response_format: no text satisfies this grammar", param="response_format")
@@ -151,7 +148,7 @@ def compile_plan(request: Request, vocabulary: Vocabulary) -> Plan:
         matcher,
         language.growth,
         free,
-        banned_in_text=banned,
+        banned_in_text=(FUNCTION, CALL) if free else (),
         path=None if path is None else tuple(path),
         marks=marks,
         raw=language.raw and not any(found.size for found in vocabulary.completing(_TERMINATOR)[:2]),
@@ -232,7 +229,7 @@ class Grammar:
     ) -> None:
         self._plan = plan
         self._vocabulary = plan.vocabulary
-        self._matcher = plan.matcher.deep_copy() if plan.matcher is not None else None
+        self._matcher: Any = plan.matcher.deep_copy() if plan.matcher is not None else None
         self._limit = limit
         self._ends = np.union1d(self._vocabulary.eos, np.array(sorted(stop_ids), dtype=np.int64))
         self._think_end = self._vocabulary.id(THINK_END)
@@ -439,19 +436,19 @@ class Grammar:
                     tail=b"",
                     check=self._next_check(state),
                 )
-            return replace(state, tail=(state.tail + self._vocabulary.bytes(token))[-16:])
+            return replace(state, tail=(state.tail + self._vocabulary.token_bytes(token))[-16:])
         if phase is Phase.DONE or (token in self._ends and (phase is Phase.TEXT or self._accepting())):
             return replace(state, phase=Phase.DONE)
         if phase is Phase.TEXT:
             if token == self._call and self._matcher is not None:
                 return replace(state, phase=Phase.BODY, fed=state.fed + 1, tail=b"", check=self._next_check(state))
-            return replace(state, tail=(state.tail + self._vocabulary.bytes(token))[-16:])
+            return replace(state, tail=(state.tail + self._vocabulary.token_bytes(token))[-16:])
         if phase is Phase.LEAD:
             count = self._vocabulary.newlines.get(token, NEWLINES + 1)
             if state.newlines + count <= NEWLINES:
                 newlines = state.newlines + count
                 return replace(state, newlines=newlines, phase=Phase.LEAD if newlines < NEWLINES else Phase.BODY)
-        tail = (state.tail + self._vocabulary.bytes(token))[-16:]
+        tail = (state.tail + self._vocabulary.token_bytes(token))[-16:]
         return replace(state, phase=Phase.BODY, fed=state.fed + 1, tail=tail)
 
     def _accepting(self) -> bool:

@@ -94,7 +94,8 @@ class Vocabulary:
         self._special = dict(tokens.special)
         self._table = [tokens.token_bytes(i) for i in range(self.size)]
         self._singles = {data: i for i, data in enumerate(self._table) if len(data) == 1}
-        self.library = llguidance.LLTokenizer(_Wrapper(tokens, self._table, eos[0]), eos_token=list(eos))
+        wrapper: Any = _Wrapper(tokens, self._table, eos[0])
+        self.library = llguidance.LLTokenizer(wrapper, eos_token=list(eos))
 
     @classmethod
     def of(cls, tokens: Any, eos: Sequence[int]) -> Vocabulary:
@@ -108,7 +109,7 @@ class Vocabulary:
         """The id of an added token, if there is such a token."""
         return self._special.get(text)
 
-    def bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """The bytes of a token."""
         return self._table[token] if token < self.size else b""
 
