@@ -1,13 +1,13 @@
 # Set-up, demo and tests in a virtual environment inside the checkout. `make demo` and `make test` work on a fresh clone.
 PYTHON ?= python3
-PROMPT ?= What is the capital of France?
+export PROMPT ?= What is the capital of France?
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test lint clean
 
 demo: .venv/run.stamp  ## One answer from the embedded demo model, on the CPU
-	$(BIN)/ninfer run demo "$(PROMPT)" < /dev/null
+	$(BIN)/ninfer run demo "$$PROMPT" < /dev/null
 
 test: .venv/dev.stamp  ## Linters, types and every test that needs no GPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
@@ -19,11 +19,13 @@ lint: .venv/dev.stamp  ## The linters alone
 	$(BIN)/mypy
 
 .venv/run.stamp: pyproject.toml constraints.txt
+	@echo "installing into .venv; torch is large, so this takes a few minutes" >&2
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable .
 	touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt
+	@echo "installing into .venv; torch is large, so this takes a few minutes" >&2
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable ".[dev]"
 	touch $@

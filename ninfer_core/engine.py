@@ -4,7 +4,7 @@
 
     with Engine.load("demo") as engine:
         print(engine.generate("Say hello.", thinking=False).text)
-        for event in engine.stream("Count to three."):
+        for event in engine.stream("What is the capital of France?"):
             ...
 
 Importing this module does not import torch; loading an engine does.
@@ -35,7 +35,7 @@ from .frontend.output import parse_text
 from .frontend.prompt import Frontend
 from .runtime.handle import RequestHandle
 from .runtime.interface import EngineInterface, Prompt, make_request
-from .runtime.options import EngineFields, EngineOptions
+from .runtime.options import EngineFields, EngineOptions, engine_options
 from .runtime.registry import NamedEngine, Registry
 from .runtime.session import Session
 from .runtime.validation import check_request, resolve_sampling
@@ -231,7 +231,7 @@ class Engine(ModelCard):
             InvalidRequestError: an option out of range. TypeError: an unknown option.
         """
         if options is None:
-            options = EngineOptions(model=str(model), **fields)
+            options = engine_options(str(model), fields)
         elif fields:
             raise TypeError(f"options= and {sorted(fields)} were both given; use one of the two")
         return cls(options)
@@ -251,7 +251,7 @@ class Engine(ModelCard):
         if len(tokens) > self._context:
             raise ContextOverflowError(len(tokens), self._context)
         if prompt.media and not self.vision:
-            raise UnsupportedError("the loaded model has no vision tower; send text only", param="messages")
+            raise UnsupportedError("this engine does not read images or videos yet; send text only", param="messages")
         from .runtime.sampler import Sampler
 
         params = resolve_sampling(request.sampling, self.frontend.generation_defaults(prompt.thinking))
@@ -375,4 +375,11 @@ def parse_output(text: str, tools: Sequence[Tool] | None = None, thinking: bool 
 
     `thinking`: the prompt had opened a think block, so the text begins inside it. Without `tools` no calls are parsed.
     """
+    if not isinstance(text, str):
+        raise InvalidRequestError(
+            f"text is {type(text).__name__}; it must be the model's output as a str", param="text"
+        )
+    for i, tool in enumerate(tools or ()):
+        if not isinstance(tool, Tool):
+            raise InvalidRequestError(f"tools[{i}] is {type(tool).__name__}; it must be a Tool", param="tools")
     return parse_text(text, tuple(tools or ()), thinking)[0]

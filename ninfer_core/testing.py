@@ -3,6 +3,9 @@
 A script says what the "model" produces; everything around it is the production code: validation, prompt rendering,
 the text machine for thinking, stop strings and tool calls, usage, cancellation, deadlines, queue limits.
 
+    from ninfer_core import Tool, ToolCall
+    from ninfer_core.testing import Delay, Fault, Reply, Script, ScriptedEngine, Tokens
+
     engine = ScriptedEngine("Hello!")                         # every request is answered "Hello!"
     engine.generate("hi").text                                # 'Hello!'
 
@@ -10,6 +13,8 @@ the text machine for thinking, stop strings and tool calls, usage, cancellation,
         Script(Reply("", tool_calls=[ToolCall("", "bash", {"command": "ls"})]), times=1),
         Script(["Thinking", Delay(0.01), "...</think>", "\\n\\n", Tokens("a", " burst"), Fault(RuntimeError("x"))]),
     )
+
+    engine.generate("list the files", tools=[Tool("bash")]).message.tool_calls   # the call; without tools it stays text
 
 Scripts are tried in order; the first whose `when(request)` holds and whose `times` is not used up answers. A list of
 steps is raw model output: with thinking on it starts inside the think block. A plain text or a `Reply` is an answer,

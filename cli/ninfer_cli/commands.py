@@ -190,11 +190,12 @@ def _format_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
 # --- inspect ---------------------------------------------------------------------------------------------------------
 
 
-def inspect(file: Path, console: Console, *, verify: bool, as_json: bool, quiet: bool) -> None:
+def inspect(file: str, console: Console, *, verify: bool, as_json: bool, quiet: bool) -> None:
     """Print the objects of any structurally valid artifact, known model or not; `verify` reads all of it."""
     from ninfer_core.artifact import Artifact
 
-    with Artifact.open(file, inspect=True) as artifact:
+    path = Path(file) if Path(file).exists() else store.resolve(file)
+    with Artifact.open(path, inspect=True) as artifact:
         tensors = [
             {"name": info.name, "shape": list(info.shape), "format": info.format, "bytes": info.nbytes}
             for info in artifact.tensors.values()

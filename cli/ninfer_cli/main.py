@@ -276,7 +276,7 @@ def show(
 @app.command()
 @guarded
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .ninfer file or an artifact folder, of any model.", exists=True)],
+    file: Annotated[str, typer.Argument(help="A .ninfer file or an artifact folder of any model, or a model's name.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read everything: digests, scales, padding.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -291,7 +291,10 @@ def inspect(
 @guarded
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", exists=True, file_okay=False)],
-    destination: Annotated[Path, typer.Argument(help="The artifact to make; must not exist.")],
+    destination: Annotated[
+        Path,
+        typer.Argument(help="The artifact to make; must not exist. Until it is complete it is DESTINATION.partial."),
+    ],
     recipe: Annotated[
         str | None, typer.Option(metavar="MODEL_ID", help="Take the formats of this model. [default: the model's own]")
     ] = None,

@@ -377,8 +377,8 @@ class Frontend:
             return text, []
         if self.media is None:
             raise UnsupportedError(
-                f"the request has {len(media)} images or videos, but this model is loaded without vision; "
-                "send text only, or load a model with its vision tower",
+                f"the request has {len(media)} images or videos, but this engine "
+                "does not read images or videos yet; send text only",
                 param="messages",
             )
         found = list(_MEDIUM.finditer(text))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any, Literal, TypedDict
 
 from ..errors import InvalidRequestError
@@ -60,7 +63,7 @@ class EngineOptions:
         """One line for each field that differs: `name: mine != theirs`."""
         return [
             f"{f.name}: {getattr(self, f.name)!r} != {getattr(other, f.name)!r}"
-            for f in fields(self)
+            for f in dataclass_fields(self)
             if getattr(self, f.name) != getattr(other, f.name)
         ]
 
@@ -79,6 +82,21 @@ class EngineFields(TypedDict, total=False):
     prefill_chunk: int
     threads: int | Literal["auto"]
     memory: int | Literal["auto"]
+
+
+def engine_options(model: str, fields: Mapping[str, Any]) -> EngineOptions:
+    """Options from keyword arguments.
+
+    Raises:
+        TypeError: an unknown option; the message names the nearest one.
+    """
+    names = [f.name for f in dataclass_fields(EngineOptions)]
+    for name in fields:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; the options are {', '.join(names)}"
+            raise TypeError(f"unknown engine option {name!r}{hint}")
+    return EngineOptions(model=model, **fields)
 
 
 def _choice(options: EngineOptions, name: str, allowed: tuple[str, ...]) -> None:
