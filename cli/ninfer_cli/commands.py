@@ -212,7 +212,7 @@ def inspect(file: str, console: Console, *, verify: bool, as_json: bool, quiet: 
             "verified": None,
         }
         if verify:
-            with Progress(console, f"verifying {file.name}", quiet=quiet) as progress:
+            with Progress(console, f"verifying {path.name}", quiet=quiet) as progress:
                 report = artifact.verify(progress=lambda name, done, total: progress.update(done, total, name))
             value["verified"] = {"files": report.files, "tensors": report.tensors, "published": report.published}
     if as_json:

@@ -184,7 +184,8 @@ def test_unknown_models_end_with_3(cli) -> None:
 
 
 def test_usage(cli) -> None:
-    assert "nonexistent" in cli("inspect", "/nonexistent", code=2).stderr
+    assert "nonexistent" in cli("inspect", "/nonexistent", code=3).stderr
+    assert "ninfer-demo" in cli("inspect", "demo").stdout
     cli("show", code=2)
     cli("lst", code=2)
     assert cli("--version").stdout.startswith("ninfer ")
