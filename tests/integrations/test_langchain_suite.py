@@ -92,16 +92,19 @@ class TestThinkingOff(Suite):
     """Plain answers, in this process."""
 
 
+@pytest.mark.slow
 class TestThinkingOn(Suite):
     """Thinking, in this process."""
 
     thinking = True
 
 
+@pytest.mark.slow
 class TestThinkingOffOverHttp(Served):
     """Plain answers of a server."""
 
 
+@pytest.mark.slow
 class TestThinkingOnOverHttp(Served):
     """Thinking of a server."""
 
