@@ -12,6 +12,12 @@ from typing import Any
 
 from .errors import InventoryError
 
+MAX_LAYERS = 1000
+"""Layers of a decoder or vision tower; the published models have 64."""
+
+MAX_SIZE = 2**31 - 1
+"""Largest size or count."""
+
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
@@ -138,6 +144,19 @@ _EXPERT_NUMBERS = (
 )
 
 
+_VISION_NUMBERS = {
+    "depth": MAX_LAYERS,
+    **dict.fromkeys(("hidden_size", "num_heads", "intermediate_size", "out_hidden_size"), MAX_SIZE),
+}
+_VISION_DEFAULTS = {
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 2304,
+}
+
+
 def _need(section: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in section:
         raise InventoryError(f"config.json: {where}.{key} is missing")
@@ -149,24 +168,53 @@ def _want(value: Any, expected: Any, what: str) -> None:
         raise InventoryError(f"config.json: {what} is {value!r}; this engine computes {expected!r} only")
 
 
+def _integer(value: Any, what: str, low: int = 1, high: int = MAX_SIZE) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InventoryError(f"config.json: {what} is {_brief(value)}; it must be an integer from {low} to {high}")
+    return value
+
+
+def _positive(value: Any, what: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
+        raise InventoryError(f"config.json: {what} is {_brief(value)}; it must be a finite number above 0")
+    return float(value)
+
+
+def _section(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InventoryError(f"config.json: {what} is {_brief(value)}; it must be an object")
+    return value
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"an integer of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _token_id(config: Mapping[str, Any], key: str) -> int | None:
+    return None if config.get(key) is None else _integer(config[key], key, 0)
+
+
 def vision_config_from_dict(vision: Mapping[str, Any]) -> VisionConfig:
     """Read `vision_config`.
 
     Raises:
-        InventoryError: a key is missing, or asks for arithmetic that is not implemented.
+        InventoryError: a key is missing, a value has the wrong type or size, or asks for arithmetic that is not
+            implemented.
     """
-    _want(list(vision.get("deepstack_visual_indexes") or []), [], "vision_config.deepstack_visual_indexes")
+    _section(vision, "vision_config")
+    _want(vision.get("deepstack_visual_indexes") or [], [], "vision_config.deepstack_visual_indexes")
     _want(vision.get("hidden_act", "gelu_pytorch_tanh"), "gelu_pytorch_tanh", "vision_config.hidden_act")
     return VisionConfig(
         **{
-            key: int(_need(vision, key, "vision_config"))
-            for key in ("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size")
+            key: _integer(_need(vision, key, "vision_config"), f"vision_config.{key}", high=high)
+            for key, high in _VISION_NUMBERS.items()
         },
-        patch_size=int(vision.get("patch_size", 16)),
-        temporal_patch_size=int(vision.get("temporal_patch_size", 2)),
-        in_channels=int(vision.get("in_channels", 3)),
-        spatial_merge_size=int(vision.get("spatial_merge_size", 2)),
-        num_position_embeddings=int(vision.get("num_position_embeddings", 2304)),
+        **{
+            key: _integer(vision.get(key, default), f"vision_config.{key}") for key, default in _VISION_DEFAULTS.items()
+        },
     )
 
 
@@ -174,38 +222,49 @@ def config_from_dict(config: Mapping[str, Any], model_id: str = "") -> ModelConf
     """Read a checkpoint's `config.json` (already parsed).
 
     Raises:
-        InventoryError: a needed key is missing, or a value asks for arithmetic that is not implemented.
+        InventoryError: a needed key is missing, a value has the wrong type or size, or asks for arithmetic that is not
+            implemented.
     """
-    text = _need(config, "text_config", "")
+    text = _section(_need(_section(config, "the file"), "text_config", "config"), "text_config")
     _want(bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))), False, "tie_word_embeddings")
     _want(text.get("output_gate_type", "swish"), "swish", "text_config.output_gate_type")
     _want(text.get("hidden_act", "silu"), "silu", "text_config.hidden_act")
     _want(bool(text.get("attention_bias", False)), False, "text_config.attention_bias")
     _want(bool(text.get("attn_output_gate", True)), True, "text_config.attn_output_gate")
-    layers = int(_need(text, "num_hidden_layers", "text_config"))
-    interval = int(text.get("full_attention_interval", 4))
+    layers = _integer(_need(text, "num_hidden_layers", "text_config"), "text_config.num_hidden_layers", high=MAX_LAYERS)
+    interval = _integer(text.get("full_attention_interval", 4), "text_config.full_attention_interval")
     rule = tuple("full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers))
-    types = tuple(text.get("layer_types") or rule)
+    given = text.get("layer_types") or rule
+    types = tuple(given) if isinstance(given, list | tuple) else given
     _want(types, rule, "text_config.layer_types")
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = _section(text.get("rope_parameters") or text.get("rope_scaling") or {}, "text_config.rope_parameters")
     _want(rope.get("rope_type", rope.get("type", "default")), "default", "rope_parameters.rope_type")
     _want(bool(rope.get("mrope_interleaved", True)), True, "rope_parameters.mrope_interleaved")
-    head_dim = int(text.get("head_dim", 256))
-    factor = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25)))
+    head_dim = _integer(text.get("head_dim", 256), "text_config.head_dim")
+    factor = _positive(
+        rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25)), "partial_rotary_factor"
+    )
+    if factor > 1:
+        raise InventoryError(f"config.json: partial_rotary_factor is {factor}; it must be 1 or less")
     rotary_dim = int(head_dim * factor)
-    section = tuple(int(n) for n in rope.get("mrope_section", (11, 11, 10)))
+    section = rope.get("mrope_section", (11, 11, 10))
+    if not isinstance(section, list | tuple):
+        raise InventoryError(f"config.json: mrope_section is {_brief(section)}; it must be three integers")
+    section = tuple(_integer(n, "mrope_section") for n in section)
     if len(section) != 3 or sum(section) * 2 != rotary_dim:
         raise InventoryError(f"config.json: mrope_section {section} does not add up to {rotary_dim // 2} pairs")
-    numbers = {key: int(_need(text, key, "text_config")) for key in _NUMBERS}
+    numbers = {key: _integer(_need(text, key, "text_config"), f"text_config.{key}") for key in _NUMBERS}
     if numbers["num_attention_heads"] % numbers["num_key_value_heads"]:
         raise InventoryError("config.json: num_attention_heads is not a multiple of num_key_value_heads")
     if numbers["linear_num_value_heads"] % numbers["linear_num_key_heads"]:
         raise InventoryError("config.json: linear_num_value_heads is not a multiple of linear_num_key_heads")
-    experts = int(text.get("num_experts") or 0)
-    if experts:
-        mlp = {key: int(_need(text, key, "text_config")) for key in _EXPERT_NUMBERS}
-    else:
-        mlp = {"intermediate_size": int(_need(text, "intermediate_size", "text_config"))}
+    experts = _integer(text.get("num_experts") or 0, "text_config.num_experts", 0)
+    wanted = _EXPERT_NUMBERS if experts else ("intermediate_size",)
+    mlp = {key: _integer(_need(text, key, "text_config"), f"text_config.{key}") for key in wanted}
+    if mlp.get("num_experts_per_tok", 0) > experts:
+        raise InventoryError(
+            f"config.json: num_experts_per_tok is {mlp['num_experts_per_tok']}, but num_experts is {experts}"
+        )
     vision = config.get("vision_config")
     return ModelConfig(
         model_id=model_id or str(config.get("model_id", "")),
@@ -213,15 +272,15 @@ def config_from_dict(config: Mapping[str, Any], model_id: str = "") -> ModelConf
         layer_types=types,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 1e7))),
+        rope_theta=_positive(rope.get("rope_theta", text.get("rope_theta", 1e7)), "rope_theta"),
         mrope_section=section,  # type: ignore[arg-type]
-        linear_conv_kernel_dim=int(text.get("linear_conv_kernel_dim", 4)),
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        mtp_num_hidden_layers=int(text.get("mtp_num_hidden_layers", 1)),
-        image_token_id=config.get("image_token_id"),
-        video_token_id=config.get("video_token_id"),
-        vision_start_token_id=config.get("vision_start_token_id"),
-        vision_end_token_id=config.get("vision_end_token_id"),
+        linear_conv_kernel_dim=_integer(text.get("linear_conv_kernel_dim", 4), "text_config.linear_conv_kernel_dim"),
+        rms_norm_eps=_positive(text.get("rms_norm_eps", 1e-6), "text_config.rms_norm_eps"),
+        mtp_num_hidden_layers=_integer(text.get("mtp_num_hidden_layers", 1), "text_config.mtp_num_hidden_layers", 0),
+        image_token_id=_token_id(config, "image_token_id"),
+        video_token_id=_token_id(config, "video_token_id"),
+        vision_start_token_id=_token_id(config, "vision_start_token_id"),
+        vision_end_token_id=_token_id(config, "vision_end_token_id"),
         vision=vision_config_from_dict(vision) if vision else None,
         **numbers,
         **mlp,

@@ -28,6 +28,7 @@ MAGIC = b"NINFER\x00\x01"
 PAYLOAD_ALIGN, TENSOR_ALIGN, MAX_RANK = 4096, 256, 16
 MAX_DIRECTORY = 64 << 20  # bytes; the largest known directory has 174 KB
 _LAYOUTS = {"contiguous-le-v1": False, "row-split-k128-v1": True}  # name -> holds grouped formats
+MAX_NAME = 255  # bytes of a file name, as file systems have it
 _ENCODING = "raw-bytes-v1"
 _TENSOR_KEYS = {"name", "kind", "shape", "format", "layout", "offset", "bytes"}
 _RESOURCE_KEYS = {"name", "kind", "encoding", "offset", "bytes"}
@@ -292,7 +293,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Entry]:
             continue
         try:
             dtype, shape, (begin, end) = item["dtype"], item["shape"], item["data_offsets"]
-            fine = all(_is_int(n) and n >= 0 for n in (*shape, begin, end))
+            fine = isinstance(dtype, str) and all(_is_int(n) and n >= 0 for n in (*shape, begin, end))
         except (TypeError, KeyError, ValueError):
             fine = False
         if not fine:
@@ -364,12 +365,25 @@ class MappedFile:
             self._map.close()
 
 
+def _fits(name: str) -> bool:
+    """Whether a file system takes this file name."""
+    try:
+        return "\0" not in name and len(name.encode()) <= MAX_NAME
+    except UnicodeEncodeError:
+        return False
+
+
 def check_plain_name(name: Any, what: str) -> str:
     """A file name without a folder part.
 
     Raises:
-        DirectoryError: the name could point outside the artifact's folder.
+        DirectoryError: the name could point outside the artifact's folder, or no file system takes it.
     """
+    if isinstance(name, str) and not _fits(name):
+        raise DirectoryError(
+            f"{what}: the file name {name[:40]!r} has {len(name)} characters; it must be UTF-8 text of at most "
+            f"{MAX_NAME} bytes"
+        )
     if not isinstance(name, str) or not name or name in (".", "..") or Path(name).name != name or "\\" in name:
         raise DirectoryError(f"{what}: {name!r} is not a plain file name")
     return name

@@ -130,15 +130,15 @@ class ModelCard(EngineInterface):
         """Validate a request as `submit` does, short of its length."""
         check_request(request, addressable=self.frontend.tokenizer.addressable, vision=self.vision, grammars=True)
 
-    def prepare(self, request: Request) -> Any:
-        """Validate, render and tokenize.
+    def prepare(self, request: Request, limit: int | None = None) -> Any:
+        """Validate, render and tokenize. A text longer than `limit` tokens in any case is refused before it is encoded.
 
         Raises:
             InvalidRequestError: see `submit`.
         """
         self.check(request)
         try:
-            return self.frontend.prepare(request)
+            return self.frontend.prepare(request, limit)
         except NinferError:
             raise
         except RecursionError as error:
@@ -246,7 +246,7 @@ class Engine(ModelCard):
     def submit(self, request: Request) -> RequestHandle:
         """Validate and queue a request; see `EngineInterface.submit`."""
         self._check_usable()
-        prompt = self.prepare(request)
+        prompt = self.prepare(request, self._context)
         tokens = prompt.token_ids
         if len(tokens) > self._context:
             raise ContextOverflowError(len(tokens), self._context)
@@ -336,14 +336,21 @@ def _open(path: Path) -> Artifact:
     return Artifact.open(path)
 
 
-_FRONTENDS: dict[Path, Frontend] = {}
+_FRONTENDS: dict[Path, tuple[tuple[int, ...], Frontend]] = {}
+"""The last frontend of each path, with what identifies the files it was made from."""
 
 
 def _frontend(path: Path, artifact: Artifact) -> Frontend:
-    """The frontend of an artifact, made once per process: reading a large vocabulary takes about a second."""
-    if path not in _FRONTENDS:
-        _FRONTENDS[path] = Frontend(artifact.resources, artifact.config)
-    return _FRONTENDS[path]
+    """The frontend of an artifact, made once per process: reading a large vocabulary takes about a second.
+
+    A model that was replaced at the same path gets a new one, and the old one is dropped.
+    """
+    found = (path / "manifest.json" if path.is_dir() else path).stat()
+    stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+    kept = _FRONTENDS.get(path)
+    if kept is None or kept[0] != stamp:
+        kept = _FRONTENDS[path] = (stamp, Frontend(artifact.resources, artifact.config))
+    return kept[1]
 
 
 @lru_cache(maxsize=8)

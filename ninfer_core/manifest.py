@@ -39,7 +39,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORM:
         raise FramingError(f"{file} does not describe a model artifact (format must be {FORM!r})")
     version = manifest.get("version")
-    if version != VERSION or isinstance(version, bool):
+    if version != VERSION or type(version) is not int:
         advice = "upgrade ninfer" if isinstance(version, int) and version > VERSION else "convert the model again"
         raise UnknownIdentityError(
             f"{file}: version {version!r} found, this ninfer supports version {VERSION}; {advice}"
@@ -65,7 +65,7 @@ def _check_manifest(manifest: dict[str, Any], where: str) -> None:
             isinstance(d, int) and not isinstance(d, bool) and d > 0 for d in shape
         ):
             raise DirectoryError(f"{where}: object {name!r} needs a shape of positive integers; found {item!r}")
-        if item.get("shard") not in files:
+        if not isinstance(item.get("shard"), str) or item["shard"] not in files:
             raise DirectoryError(f"{where}: object {name!r} lies in {item.get('shard')!r}, which is not a listed file")
         quant.format_of(item.get("format"))
 

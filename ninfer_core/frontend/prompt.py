@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..config import ModelConfig
-from ..errors import ContentError, InvalidRequestError, UnsupportedError
+from ..errors import ContentError, ContextOverflowError, InvalidRequestError, UnsupportedError
 from ..types import Image, Message, Part, Request, Text, Tool, ToolCall, Video
 from .output import OutputMachine
 from .template import ChatTemplate
@@ -248,17 +248,26 @@ class Frontend:
             raise ContentError(
                 f"the tokenizer has {self.tokenizer.addressable} ids, the model's matrices {config.vocab_size} rows"
             )
-        self.template = ChatTemplate(resources["chat_template.jinja"].decode("utf-8"), clean=self._clean)
-        generation = get("generation_config.json")
-        self._generation: dict[str, Any] = json.loads(generation) if generation else {}
+        try:
+            source = resources["chat_template.jinja"].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ContentError(f"chat_template.jinja is not UTF-8 text: {error}") from error
+        self.template = ChatTemplate(source, clean=self._clean)
+        self._generation = _read_generation(get("generation_config.json"))
         self.eos_ids = self._eos()
         self._close_ids = tuple(self.tokenizer.encode(THINK_CLOSE))
 
     def _eos(self) -> tuple[int, ...]:
         """Ids that end an output: those of the generation configuration and the end of a turn."""
         given = self._generation.get("eos_token_id")
-        ids = [given] if isinstance(given, int) else list(given or [])
-        return tuple(dict.fromkeys([*map(int, ids), *(self.tokenizer.id(text) for text in ENDS)]))
+        ids = [] if given is None else given if isinstance(given, list) else [given]
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.config.vocab_size:
+                raise ContentError(
+                    f"generation_config.json: eos_token_id holds {token!r:.80}; "
+                    f"token ids are integers from 0 to {self.config.vocab_size - 1}"
+                )
+        return tuple(dict.fromkeys([*ids, *(self.tokenizer.id(text) for text in ENDS)]))
 
     def _clean(self, text: str) -> str:
         """Text from outside: no marks of ours; in strict mode no special token's spelling stays whole."""
@@ -293,19 +302,33 @@ class Frontend:
             return request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(ids)
         return self._render(request)[0].replace(MARK, "")
 
-    def prepare(self, request: Request) -> Prompt:
+    def prepare(self, request: Request, limit: int | None = None) -> Prompt:
         """The tokens of a request's prompt.
 
+        Args:
+            request: the request.
+            limit: the context in tokens; a text that is longer in any case is refused before it is encoded.
+
         Raises:
+            ContextOverflowError: the text has more than `limit` tokens, whatever it encodes to; `n_prompt_tokens` is
+                the number it has at least. Other prompts above the limit are returned.
             InvalidRequestError: the conversation cannot be rendered; `MediaError` for a medium that cannot be read.
         """
         if request.prompt is not None:
+            if isinstance(request.prompt, str):
+                self._check_length(request.prompt, limit)
             ids = self._raw_ids(request)
             text = request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(ids)
             return Prompt(tuple(ids), request.thinking is True, text=text)
         text, media, thinking = self._render(request)
         text, placed = self._expand(text, media)
+        self._check_length(text, limit)
         ids, checkpoints = self._encode(text)
+        if not ids:
+            raise InvalidRequestError(
+                "the model's chat template gives an empty prompt for this conversation; a prompt needs a token",
+                param="messages",
+            )
         return Prompt(
             tuple(ids),
             thinking,
@@ -314,6 +337,11 @@ class Frontend:
             text.replace(MARK, ""),
             request.continue_final_message and not thinking,
         )
+
+    def _check_length(self, text: str, limit: int | None) -> None:
+        """Refuse a text that has more than `limit` tokens for its bytes alone."""
+        if limit is not None and len(text) > limit and (least := self.tokenizer.least(text.replace(MARK, ""))) > limit:
+            raise ContextOverflowError(least, limit)
 
     def machine(self, request: Request, prompt: Prompt) -> OutputMachine:
         """The state machine that reads this request's output."""
@@ -433,6 +461,34 @@ class Frontend:
             checkpoints.append(len(ids))
             start = cut
         return ids + self.tokenizer.encode(text[start:], broken_by=MARK), tuple(checkpoints)
+
+
+_GENERATION_LIMITS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.001, 10.0),
+}
+
+
+def _read_generation(data: bytes | None) -> dict[str, Any]:
+    """The contents of `generation_config.json`, the sampling parameters in it checked."""
+    try:
+        found = json.loads(data) if data else {}
+    except (ValueError, RecursionError) as error:
+        raise ContentError(f"generation_config.json is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ContentError(f"generation_config.json holds a {type(found).__name__}; it must be an object")
+    for key, (low, high) in _GENERATION_LIMITS.items():
+        value = found.get(key)
+        fine = isinstance(value, int if key == "top_k" else int | float) and not isinstance(value, bool)
+        if value is not None and not (fine and low <= value <= high):
+            kind = "an integer" if key == "top_k" else "a number"
+            raise ContentError(
+                f"generation_config.json: {key} is {value!r:.80}; it must be {kind} from {low} to {high}"
+            )
+    return found
 
 
 def _leave_open(made: dict[str, Any], message: Message) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import unicodedata
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import tokenizers
 
 from ..errors import ContentError
+
+PROBE = "The 1st caf\u00e9,\n  \u4f60\u597d \U0001f600!\t"
+"""Text that every tokenizer must be able to encode."""
 
 CACHE_CHARACTERS = 8_000_000
 """Text between special tokens that one tokenizer keeps encoded, in characters."""
@@ -44,9 +48,18 @@ class Tokenizer:
         try:
             self._full = tokenizers.Tokenizer.from_str(tokenizer_json.decode("utf-8"))
             config = json.loads(tokenizer_config) if tokenizer_config else {}
-        except Exception as error:  # the library raises bare Exception
-            raise ContentError(f"tokenizer.json or tokenizer_config.json cannot be read: {error}") from error
-        self._append(config.get("added_tokens_decoder") or {})
+        except BaseException as error:  # the library raises bare Exception, and a panic is not even that
+            raise _unreadable(error) from error
+        if not isinstance(config, dict):
+            raise ContentError(f"tokenizer_config.json holds a {type(config).__name__}; it must be an object")
+        try:
+            self._append(config.get("added_tokens_decoder") or {})
+        except ContentError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ContentError(
+                f"tokenizer_config.json: added_tokens_decoder is damaged ({type(error).__name__}: {error})"
+            ) from error
         self._alphabet = byte_alphabet()
         self.addressable = self._count()
         added = self._full.get_added_tokens_decoder()
@@ -61,7 +74,6 @@ class Tokenizer:
         spellings = sorted(self.special, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
         """Finds added tokens in text."""
-        """Finds added tokens in text."""
         # The same model without added tokens; the model object itself is shared.
         self._plain = tokenizers.Tokenizer(self._full.model)
         if self._full.normalizer is not None:
@@ -72,6 +84,12 @@ class Tokenizer:
         self._cache: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._cached = 0
         self._lock = threading.Lock()
+        for token in self._encode_plain(PROBE):
+            if token >= self.addressable:
+                raise ContentError(f"tokenizer.json encodes ordinary text to id {token} of {self.addressable}")
+        plain_form = type(self._full.normalizer).__name__ in ("NoneType", "NFC")
+        spelled = max((len(text) for text in self._full.get_vocab(with_added_tokens=False)), default=1)
+        self._longest = max([spelled, *map(len, self._added_bytes.values())]) if plain_form else 0
 
     def _append(self, decoder: Mapping[str, Mapping[str, Any]]) -> None:
         """Append the added tokens that only the configuration defines, in order of id."""
@@ -136,6 +154,13 @@ class Tokenizer:
             ids += self._segment(text[end:], broken_by)
         return ids
 
+    def least(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found without encoding it: its bytes over the longest token."""
+        if not self._longest:
+            return 0
+        size = len(unicodedata.normalize("NFC", replace_surrogates(text)).encode())
+        return -(-size // self._longest)
+
     def _segment(self, text: str, broken_by: str) -> Sequence[int]:
         return self._encode_plain(text.replace(broken_by, "") if broken_by else text)
 
@@ -145,7 +170,10 @@ class Tokenizer:
             if found is not None:
                 self._cache.move_to_end(text)
                 return found
-        ids = tuple(self._plain.encode(text, add_special_tokens=False).ids)
+        try:
+            ids = tuple(self._plain.encode(text, add_special_tokens=False).ids)
+        except BaseException as error:
+            raise _unreadable(error, f"fails on a text of {len(text):,} characters") from error
         with self._lock:
             if text not in self._cache and len(text) <= CACHE_CHARACTERS:
                 self._cache[text] = ids
@@ -176,6 +204,13 @@ class Tokenizer:
         if skip_special:
             ids = [i for i in ids if i not in self._added_bytes]
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+
+def _unreadable(error: BaseException, what: str = "or tokenizer_config.json cannot be read") -> BaseException:
+    """What to raise for a fault of the tokenizer library, whose panics derive from BaseException."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
+        return error
+    return ContentError(f"tokenizer.json {what}: {error}")
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")

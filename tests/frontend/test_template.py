@@ -294,6 +294,9 @@ def test_agrees_with_an_independent_renderer():
 
 # limits
 
+GROWN = "{% set n = namespace(x='a') %}{% for i in range(22) %}{% set n.x = n.x + n.x %}{% endfor %}"
+"""`n.x` has four million characters."""
+
 
 @pytest.mark.parametrize(
     "source",
@@ -327,14 +330,43 @@ def test_agrees_with_an_independent_renderer():
         "{{ lipsum() }}",
         "{{ 1 / 0 }}",
         "{{ missing.field }}",
+        "{{ 1.5 | round(300000000, 'ceil') }}",
+        "{{ 1.5 | round(-300000000) }}",
+        GROWN + "{% set q = n.x | list %}" * 50,
+        GROWN + "{% set q = n.x | map('upper') | list %}",
+        GROWN + "{% set q = n.x.split('a') %}",
+        GROWN + "{% set q = n.x.replace('a', ' ').split() %}",
+        GROWN + "{% set q = n.x.replace('a', '\\n').splitlines() %}",
+        GROWN + "{% set q = n.x | replace('a', 'f') | int(0, 16) %}",
+        GROWN + "{{ ' ' | trim(n.x) }}",
+        GROWN + "{{ n.x.strip(n.x) }}",
+        GROWN + "{% set q = n.x | upper %}" * 100,
+        GROWN + "{% set q = (n.x[::-1]) | length %}" * 100,
+        GROWN + "{% set q = range(100000) | select('in', n.x) | list %}",
+        GROWN + "{% set q = n.x ~ 'b' in n.x ~ 'c' %}" * 100,
+        GROWN + "{% set l = [n.x] %}" + "{% set l = l + l %}" * 12 + "{% set q = l | sort %}",
+        GROWN + "{% set l = [n.x] %}" + "{% set l = l + l %}" * 12 + "{% set q = l | map('string') | list %}",
+        "{% set l = [1] %}" + "{% set l = l + l %}" * 30,
+        "{% set n0 = namespace(v='x') %}"
+        + "".join(
+            f"{{% set l = [n{i}] %}}" + "{% set l = l + l %}" * 7 + f"{{% set n{i + 1} = namespace(v=l) %}}"
+            for i in range(9)
+        )
+        + "{{ n9 | string | length }}",
+        "{% set n = namespace() %}{% set n.x = [n] %}{{ n }}",
+        "{% set n = namespace(x=1) %}{% for i in range(62) %}{% set n.x = [n.x, 1] + [n.x] %}{% endfor %}{{ n.x ~ '' }}",
+        "{{ 0x" + "f" * 2000 + " // 3 }}",
+        "{{ 0x" + "f" * 2000 + " | string }}",
     ],
 )  # fmt: skip
 def test_a_hostile_template_ends_with_a_client_error(source, monkeypatch):
     monkeypatch.setattr(module, "MAX_STEPS", 50_000)
     monkeypatch.setattr(module, "MAX_CHARACTERS", 20_000_000)
+    begin = time.thread_time()
     made = ChatTemplate(source)
     with pytest.raises(InvalidRequestError, match="failed on this conversation"):
         made.render(messages=[user("x")])
+    assert time.thread_time() - begin < 5
 
 
 def test_processor_time_is_bounded(monkeypatch):
