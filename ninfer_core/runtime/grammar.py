@@ -176,9 +176,13 @@ def _written(
     return writer.language(form, tools, tags, repeat), writer.notes
 
 
+_LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=1_000_000, max_grammar_size=200_000)
+"""Bounds on the work of a compilation: about two seconds, in which other threads run."""
+
+
 @lru_cache(maxsize=256)
 def _check(text: str) -> str:
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text)
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, limits=_LIMITS)
     return messages[0] if failed else ""
 
 
@@ -193,7 +197,7 @@ def _matcher(language: Language, vocabulary: Vocabulary, form: ResponseFormat | 
     text = language.text
     if not text.startswith("{"):
         text = llguidance.LLMatcher.grammar_from_lark(text)
-    matcher = llguidance.LLMatcher(vocabulary.library, text, log_level=0)
+    matcher = llguidance.LLMatcher(vocabulary.library, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         what = f"response_format of kind {form.kind!r}" if form is not None else "tool_choice"
         reason = " ".join(matcher.get_error().split())[:300]

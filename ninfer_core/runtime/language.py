@@ -14,15 +14,28 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from ..errors import SchemaError
+from ..errors import InvalidRequestError, SchemaError
 from ..types import ResponseFormat, Tool
-from .schema import REPETITIONS, Check, Enforcer, attach, longest_part, repetitions, resolve, shortest
+from .schema import REPETITIONS, Check, Enforcer, attach, repetitions
+from .sizes import Sizes, resolve
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Blanks between two parts of JSON: bounded, so that a model cannot write blanks until its budget is used up."""
 
 CLOSERS = ("\n</parameter>\n", "</function>\n", "/function>\n")
 """Texts that end a part of a call, in the order in which they are to be tried."""
+
+CHOICES = 10_000
+"""Choices that an answer may have."""
+
+LENGTH = 200_000
+"""Bytes of a pattern, of a grammar, or of all choices together."""
+
+SCHEMAS = 400_000
+"""Bytes of the schemas of all tools together."""
+
+_STEPS = 10_000
+"""Parts that are looked at for the alternatives of a tool's parameters."""
 
 _MOST = 10_000
 """Bytes of a value beyond which its size does not count."""
@@ -90,6 +103,8 @@ class Writer:
         self._rules: list[str] = []
         self._extra: list[dict[str, str]] = []
         self._growth = 16
+        self._bytes = 0
+        self._sizes = Sizes(True)
         self._names: dict[str, str] = {}
 
     def language(
@@ -124,6 +139,12 @@ class Writer:
             schema = {"type": "object"} if form.kind == "json" else form.schema
             schema = True if schema is None else schema
             return self._rule("answer", self._json(schema, form.strict, "response_format.schema"))
+        size = len((form.pattern or "".join(form.choices)).encode())
+        field = "response_format.choices" if form.kind == "choice" else "response_format.pattern"
+        if size > LENGTH:
+            raise SchemaError(f"{field} has {size} bytes; the limit is {LENGTH}: make it shorter", param=field)
+        if len(form.choices) > CHOICES:
+            raise SchemaError(f"{field} has {len(form.choices)} entries; the limit is {CHOICES}", param=field)
         if repetitions(form.pattern or "") > REPETITIONS:
             raise SchemaError(
                 f"response_format.pattern repeats a part more than {REPETITIONS} times; use smaller counts",
@@ -145,7 +166,7 @@ class Writer:
 
     def _compiled(self, schema: Any) -> str:
         """JSON of a schema that is known to compile."""
-        self._growth = max(self._growth, longest_part(schema))
+        self._growth = max(self._growth, Sizes(schema).longest())
         return "%json " + json.dumps(with_options(schema), ensure_ascii=False)
 
     def _rule(self, name: str, body: str) -> str:
@@ -155,14 +176,27 @@ class Writer:
     # calls
 
     def _call(self, index: int, tool: Tool, tags: Tags) -> str:
+        if tool.name != tool.name.strip() or any(char in "<>" or not char.isprintable() for char in tool.name):
+            raise InvalidRequestError(
+                f"tools[{index}].name: calls of {tool.name!r:.80} cannot be enforced, since its name could not be read "
+                "back; names have no '<', '>', line breaks or control characters, and no blanks at their ends",
+                param="tools",
+            )
         param = f"tools[{index}].parameters"
         enforce = Enforcer(strict=tool.strict, param=param, check=self._check)
         root = enforce(tool.parameters if isinstance(tool.parameters, Mapping) else {})
+        self._bytes += len(json.dumps(root))
+        if self._bytes > SCHEMAS:
+            raise SchemaError(
+                f"tools: the schemas of all tools together have more than {SCHEMAS} bytes; send fewer tools",
+                param="tools",
+            )
+        self._sizes = Sizes(root)
         self.notes += [f"{param}: {note}" for note in enforce.notes]
         head = json.dumps(f"\n<function={tool.name}>\n", ensure_ascii=False)
         bodies = []
         for v, (declared, required, rest) in enumerate(variants(root, root)):
-            size = sum(len(key) + 32 + shortest(declared[key], root) for key in required)
+            size = sum(len(key) + 32 + self._sizes.of(declared[key]) for key in required)
             self._growth = max(self._growth, min(size, _MOST) + len(tool.name) + 48)
             parts = []
             for p, (key, schema) in enumerate(declared.items()):
@@ -183,7 +217,7 @@ class Writer:
 
     def _value(self, schema: Any, root: Any) -> str:
         """A value and the tag behind it. The growth of a value counts its tags."""
-        self._growth = max(self._growth, min(shortest(schema, root), _MOST) + 64)
+        self._growth = max(self._growth, min(self._sizes.of(schema), _MOST) + 64)
         texts, structures = [], []
         for leaf in leaves(schema, root):
             kind = leaf.get("type", "string")
@@ -322,8 +356,12 @@ Variant = tuple[dict[str, Any], set[str], Any]
 """Declared parameters in order, the required ones among them, and the schema of undeclared ones (False: none)."""
 
 
-def variants(schema: Any, root: Any, depth: int = 0) -> list[Variant]:
+def variants(schema: Any, root: Any, depth: int = 0, steps: list[int] | None = None) -> list[Variant]:
     """The ways to fill an object: references and `allOf` merged, one for each alternative of a union."""
+    steps = [_STEPS] if steps is None else steps
+    steps[0] -= 1
+    if steps[0] < 0:
+        raise SchemaError(f"a tool's parameters combine more than {_STEPS} parts (allOf, $ref); write fewer")
     if not isinstance(schema, Mapping) or depth > 8:
         return [({}, set(), True)]
     declared = dict(schema.get("properties", {}))
@@ -336,7 +374,7 @@ def variants(schema: Any, root: Any, depth: int = 0) -> list[Variant]:
     parts += [[member] for member in schema.get("allOf", ())]
     parts += [list(schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)]
     for options in parts:
-        ways = [way for option in options for way in variants(option, root, depth + 1)]
+        ways = [way for option in options for way in variants(option, root, depth + 1, steps)]
         made = [({**a, **b}, r | s, x if x is not True else y) for a, r, x in made for b, s, y in ways]
         if len(made) > _LIMIT:
             raise SchemaError(f"a tool's parameters have more than {_LIMIT} alternatives; write fewer")

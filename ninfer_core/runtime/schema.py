@@ -10,10 +10,28 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
+import llguidance
+
 from ..errors import SchemaError
+from .sizes import BOUNDLESS, MANY, NAMED, Sizes, children, conjuncts
+
+
+class _Bytes:
+    """A tokenizer of single bytes, for the compiler's own matching of texts."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"<end>")
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
 
 Check = Callable[[Any], str]
 """Compile a schema: the empty string, or why it does not work."""
@@ -49,22 +67,30 @@ UNENFORCEABLE = (
     "$recursiveRef",
 )
 
-_ONE = ("additionalProperties", "items", "contains", "not", "propertyNames", "additionalItems")
-_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _PLAIN = (
     *("type", "const", "enum", "required", "minItems", "maxItems", "minProperties", "maxProperties", "$anchor"),
     *("minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "if")
 _REPAIRS = 64
-_UNBOUNDED = 10**6
 
+
+BYTES = 200_000
+"""Size of a schema as JSON: the time to compile grows with it."""
+
+DEPTH = 200
+"""How many steps may lead from the root of a schema to a part of it."""
+
+CONJUNCTS = 8
+"""Patterns that one string may have to match at once: whether any text does is exponential in their number."""
+
+EFFORT = 2_000_000
+"""Bytes of schemas that may be compiled to find out which keyword is at fault."""
 
 REPETITIONS = 20_000
 """How often a pattern may repeat a part, counts of nested groups multiplied: the work grows with it."""
 
-_COUNT = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
+_COUNT = re.compile(r"\{(\d{1,18})(?:,(\d{0,18}))?\}")
 
 
 def repetitions(pattern: str) -> int:
@@ -87,6 +113,37 @@ def repetitions(pattern: str) -> int:
     return max(levels)
 
 
+_COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+def _finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _misfit(key: str, value: Any) -> str:
+    """What the value of a keyword must be, if it is something else."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and _finite(value)
+    if key in _COUNTS:
+        return "" if number and value >= 0 and value == int(value) else "it must be an integer from 0 on"
+    if key in _BOUNDS:
+        fits = number or (key.startswith("exclusive") and isinstance(value, bool))
+        return "" if fits else "it must be a finite number"
+    if key in ("pattern", "$anchor"):
+        return "" if isinstance(value, str) else "it must be a string"
+    if key == "enum":
+        return "" if isinstance(value, list | tuple) else "it must be a list"
+    if key == "required" or (key == "type" and isinstance(value, list | tuple)):
+        texts = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+        return "" if texts else "it must be a list of strings"
+    if key in ("uniqueItems", "nullable"):
+        return "" if isinstance(value, bool) else "it must be true or false"
+    return ""
+
+
 def pointer(path: Path) -> str:
     """The JSON pointer of a path, as a URI fragment."""
     return "#" + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in path)
@@ -105,29 +162,59 @@ class Enforcer:
         self.notes: list[str] = []
         self._strict = strict
         self._param = param
-        self._check = check
+        self._compile = check
+        self._effort = EFFORT
+
+    def _check(self, schema: Any) -> str:
+        """Compile a part, for a share of the effort."""
+        self._effort -= len(json.dumps(schema))
+        return self._compile(schema) if self._effort > 0 else ""
 
     def __call__(self, schema: Any) -> Any:
         """The schema to compile.
 
         Raises:
-            SchemaError: no schema at all, one that nothing satisfies, or (strict) one that cannot be enforced.
+            SchemaError: no schema at all, one that nothing satisfies, one that is too large or too complex, or
+                (strict) one that cannot be enforced.
         """
+        self._bounded(schema)
         made = self._walk(schema, ())
+        try:
+            together = conjuncts(made, CONJUNCTS)
+        except RecursionError as error:
+            raise SchemaError(f"{self._param}: the schema is too deep: {error}", param=self._param) from error
+        if together > CONJUNCTS:
+            raise SchemaError(
+                f"{self._param}: a string must match more than {CONJUNCTS} patterns at once (allOf, $ref); write fewer",
+                param=self._param,
+            )
         for _ in range(_REPAIRS):
-            reason = self._check(made)
+            reason = self._compile(made)
             if not reason:
-                if shortest(made, made) >= _UNBOUNDED:
+                if Sizes(made).of(made) >= BOUNDLESS:
                     raise SchemaError(
-                        f"{self._param}: no value of finite size satisfies this schema", param=self._param
+                        f"{self._param}: no value of finite size (below {BOUNDLESS} bytes) satisfies this schema",
+                        param=self._param,
                     )
                 return made
             if "unsatisfiable" in reason.lower():
                 raise SchemaError(f"{self._param}: no value can satisfy this schema: {reason}", param=self._param)
             path, keyword = self._culprit(made, (), made)
+            if self._effort <= 0:
+                break
             self._drop((*path, keyword) if keyword else path, keyword or "this schema", reason)
             made = _without(made, path, keyword)
         raise SchemaError(f"{self._param}: the schema cannot be enforced: {reason}", param=self._param)
+
+    def _bounded(self, schema: Any) -> None:
+        try:
+            size = len(json.dumps(schema, default=dict, ensure_ascii=False).encode())
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SchemaError(f"{self._param} is not JSON that can be compiled: {error}", param=self._param) from error
+        if size > BYTES:
+            raise SchemaError(
+                f"{self._param} has {size} bytes; the limit of a schema is {BYTES}: make it smaller", param=self._param
+            )
 
     def _drop(self, path: Path, keyword: str, reason: str) -> None:
         where = pointer(path)
@@ -151,16 +238,22 @@ class Enforcer:
                 path=pointer(path),
                 param=self._param,
             )
+        if len(path) > DEPTH:
+            raise SchemaError(f"{self._param}: the schema is nested deeper than {DEPTH} steps", param=self._param)
         made: dict[str, Any] = {}
         for key, value in schema.items():
             here = (*path, key)
+            if value is not None and (misfit := _misfit(key, value)):
+                self._drop(here, key, f"{misfit}, not {value!r:.60}")
+                continue
             if key in UNENFORCEABLE:
                 self._unenforceable(schema, key, here, made)
             elif key == "pattern" and isinstance(value, str) and repetitions(value) > REPETITIONS:
                 self._drop(here, key, f"it repeats a part more than {REPETITIONS} times")
             elif key in _PLAIN:
-                made[key] = value
-            elif key in _MANY or (key == "items" and isinstance(value, list | tuple)):
+                if value is not None or key == "const":
+                    made[key] = int(value) if key in _COUNTS else value
+            elif key in MANY or (key == "items" and isinstance(value, list | tuple)):
                 if not isinstance(value, list | tuple):
                     raise SchemaError(
                         f"{self._param}: {pointer(here)} must be a list of schemas",
@@ -168,7 +261,7 @@ class Enforcer:
                         param=self._param,
                     )
                 made[key] = [self._walk(item, (*here, i)) for i, item in enumerate(value)]
-            elif key in _NAMED:
+            elif key in NAMED:
                 if not isinstance(value, Mapping):
                     raise SchemaError(
                         f"{self._param}: {pointer(here)} must be an object", path=pointer(here), param=self._param
@@ -247,16 +340,15 @@ class Enforcer:
         if names is True or names == {} or names == {"type": "string"}:
             return
         pattern = _name_pattern(names)
+        if pattern is not None and repetitions(pattern) > REPETITIONS:
+            pattern = None
         declared = made.get("properties", {})
         if pattern is None or "patternProperties" in made or any(key in made for key in ("allOf", "anyOf", "$ref")):
             self._drop(
                 (*path, "propertyNames"), "propertyNames", "only patterns, lengths and enumerations are enforced"
             )
             return
-        try:
-            wrong = [key for key in declared if not re.search(pattern, key)]
-        except re.error:  # another dialect; the compiler judges the pattern itself
-            wrong = []
+        wrong = mismatches(pattern, declared)
         rest = made.get("additionalProperties", True)
         if rest is not False:
             made["patternProperties"] = {pattern: rest}
@@ -290,19 +382,6 @@ def _idle(schema: Mapping[str, Any], key: str) -> bool:
     return value is True or value == {}
 
 
-def children(schema: Any) -> Iterator[tuple[Path, Any]]:
-    """The schemas directly inside a schema, with the steps that lead to them."""
-    if not isinstance(schema, Mapping):
-        return
-    for key, value in schema.items():
-        if key in _NAMED and isinstance(value, Mapping):
-            yield from (((key, name), item) for name, item in value.items())
-        elif key in _MANY and isinstance(value, list):
-            yield from (((key, i), item) for i, item in enumerate(value))
-        elif key in _ONE:
-            yield (key,), value
-
-
 def attach(schema: Any, root: Any) -> Any:
     """A part of `root` that compiles on its own: the definitions it may refer to come with it."""
     if not isinstance(schema, Mapping) or not isinstance(root, Mapping):
@@ -325,6 +404,28 @@ def _without(schema: Any, path: Path, keyword: str) -> Any:
     return {key: value for key, value in schema.items() if key != keyword} if keyword else True
 
 
+@cache
+def _bytes() -> Any:
+    wrapper: Any = _Bytes()
+    return llguidance.LLTokenizer(wrapper, slices=[])
+
+
+def mismatches(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names without a match of a pattern; none where the pattern does not compile.
+
+    The compiler decides, in linear time; a client's pattern never meets a matcher that tries alternatives in turn.
+    """
+    text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    start = llguidance.LLMatcher(_bytes(), text, log_level=0)
+    wrong = []
+    for name in () if start.is_error() else names:
+        matcher = start.deep_copy()
+        spelled = list(json.dumps(name, ensure_ascii=False).encode())
+        if matcher.try_consume_tokens(spelled) < len(spelled) or not matcher.is_accepting():
+            wrong.append(name)
+    return wrong
+
+
 def _name_pattern(names: Any) -> str | None:
     """A regular expression for the names that a `propertyNames` schema allows; None if there is no simple one."""
     if not isinstance(names, Mapping):
@@ -339,77 +440,3 @@ def _name_pattern(names: Any) -> str | None:
         texts = [re.escape(value).replace("/", "\\/") for value in values if isinstance(value, str)]
         return f"^({'|'.join(texts)})$" if texts else None
     return None
-
-
-def resolve(reference: str, root: Any) -> Any:
-    """The target of a local reference such as `#/$defs/Point`; None if there is none."""
-    target: Any = root
-    for step in reference[1:].split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, Mapping) and step in target:
-            target = target[step]
-        elif isinstance(target, list) and step.isdigit() and int(step) < len(target):
-            target = target[int(step)]
-        else:
-            return None
-    return target if reference.startswith("#") else None
-
-
-def longest_part(schema: Any) -> int:
-    """Bytes that the costliest part of a schema needs at least: how much one token can add to what must follow."""
-    worst, stack = 1, [schema]
-    while stack:
-        part = stack.pop()
-        size = shortest(part, schema)
-        worst = max(worst, size if size < _UNBOUNDED else 1)
-        stack += [child for _, child in children(part)]
-    return worst
-
-
-def shortest(schema: Any, root: Any, seen: frozenset[str] = frozenset()) -> int:
-    """About how many bytes the shortest value of a schema has; at least `_UNBOUNDED` if it has no finite one."""
-    if not isinstance(schema, Mapping):
-        return 1
-    if "const" in schema:
-        return len(json.dumps(schema["const"]))
-    if schema.get("enum"):
-        return min(len(json.dumps(value)) for value in schema["enum"])
-    sizes = [_shortest_of_type(schema, root, seen)]
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        inside = reference not in seen
-        sizes.append(shortest(resolve(reference, root), root, seen | {reference}) if inside else _UNBOUNDED)
-    for key in ("anyOf", "oneOf"):
-        if schema.get(key):
-            sizes.append(min(shortest(item, root, seen) for item in schema[key]))
-    if schema.get("allOf"):
-        sizes.append(sum(shortest(item, root, seen) for item in schema["allOf"]))
-    return min(max(sizes), _UNBOUNDED)
-
-
-def _shortest_of_type(schema: Mapping[str, Any], root: Any, seen: frozenset[str]) -> int:
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not kinds:
-        kinds = ["object"] if "required" in schema else ["array"] if "minItems" in schema else ["number"]
-    sizes = []
-    for kind in kinds:
-        if kind == "object":
-            declared = schema.get("properties", {})
-            names = [str(name) for name in schema.get("required", ())]
-            sizes.append(2 + sum(len(name) + 4 + shortest(declared.get(name, {}), root, seen) for name in names))
-        elif kind == "array":
-            first = schema.get("prefixItems", [])
-            count = schema.get("minItems", 0)
-            items = [*first, *[schema.get("items", {})] * max(0, min(count, 1) - len(first))][:count]
-            size = sum(1 + shortest(item, root, seen) for item in items)
-            sizes.append(2 + size + max(0, count - len(items)) * (1 + shortest(schema.get("items", {}), root, seen)))
-        elif kind == "string":
-            pattern = len(schema.get("pattern", "")) + (32 if "format" in schema else 0)
-            sizes.append(2 + max(int(schema.get("minLength", 0)), pattern))
-        elif kind in ("integer", "number"):
-            bound = max(abs(schema.get(key) or 0) for key in ("minimum", "exclusiveMinimum", "maximum"))
-            sizes.append(2 + int(math.log10(bound + 1)) if math.isfinite(bound) else 20)
-        else:
-            sizes.append(5 if kind == "boolean" else 4)
-    return min(sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 
 import jsonschema
 import numpy as np
@@ -35,7 +36,8 @@ from ninfer_core.runtime.closing import completes, completion
 from ninfer_core.runtime.grammar import Grammar, Phase, check, needed, plan_for
 from ninfer_core.runtime.language import leaves, search, variants
 from ninfer_core.runtime.sampler import allowed_ids
-from ninfer_core.runtime.schema import Enforcer, longest_part, repetitions, shortest
+from ninfer_core.runtime.schema import Enforcer, mismatches, repetitions
+from ninfer_core.runtime.sizes import longest_part, shortest
 from ninfer_core.runtime.validation import check_request
 from ninfer_core.runtime.vocabulary import PLANS
 from ninfer_core.types import Request, ResponseFormat, Tool, ToolChoice
@@ -366,6 +368,121 @@ def test_deep_and_hostile_schemas_are_bounded():
             plan_of(asking(closed({"a": {"type": "string", "pattern": pattern}})))
     with pytest.raises(SchemaError, match="no text"):
         plan_of(Request(USER, response_format=ResponseFormat("grammar", pattern='start: a\na: a "x"')))
+
+
+def binary(depth):
+    """Each definition needs the next one twice."""
+    made = {f"a{i}": closed({key: {"$ref": f"#/$defs/a{i + 1}"} for key in "lr"}) for i in range(depth)}
+    return {"$defs": {**made, f"a{depth}": STRING}, "$ref": "#/$defs/a0"}
+
+
+LETTERS = "abcdefghij"
+EXPENSIVE = {
+    "binary": (binary(26), "finite"),
+    "mutual": (
+        {
+            "$defs": {k: closed({x: {"$ref": f"#/$defs/{x}"} for x in LETTERS}) for k in LETTERS},
+            "$ref": "#/$defs/a",
+        },
+        "finite",
+    ),
+    "patterns": ({"allOf": [{"type": "string", "pattern": f"a{{{i}}}.*"} for i in range(40)]}, "more than 8 patterns"),
+    "chain": (
+        {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(2000)} | {"a2000": {}}, "$ref": "#/$defs/a0"},
+        "300 steps",
+    ),
+    "values": ({"enum": [f"value{i}" for i in range(100_000)]}, "limit of a schema is 200000"),
+    "length": ({"type": "object", "propertyNames": {"maxLength": 10**9}}, "propertyNames"),
+    "fields": (closed({f"p{i}": {"type": "string", "maxLength": 100} for i in range(5000)}), "limit of a schema"),
+}
+
+
+@pytest.mark.parametrize("name", EXPENSIVE)
+def test_what_is_expensive_to_compile_is_refused_soon(name):
+    schema, message = EXPENSIVE[name]
+    start = time.process_time()
+    with pytest.raises(SchemaError, match=message):
+        plan_of(asking(schema))
+    assert time.process_time() - start < 3
+
+
+def test_sizes_of_shared_definitions_are_exact():
+    assert shortest(binary(3), binary(3)) == longest_part(binary(3)) == 12 * 7 + 2 * 8
+    with pytest.raises(SchemaError, match="combine more than"):
+        ways = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 12} for i in range(9)}
+        root = {"$defs": {**ways, "a9": {"type": "object"}}, "$ref": "#/$defs/a0"}
+        variants(root, root)
+
+
+def test_too_many_choices_and_too_long_patterns_are_refused():
+    for form, message in (
+        (ResponseFormat("choice", choices=tuple(f"c{i}" for i in range(10_001))), "10001 entries; the limit is 10000"),
+        (ResponseFormat("choice", choices=("x" * 100_000, "y" * 100_001)), "200001 bytes; the limit is 200000"),
+        (ResponseFormat("regex", pattern="x" * 200_001), "pattern has 200001 bytes"),
+        (ResponseFormat("regex", pattern="(a{1000}){1000}"), "more than 20000 times"),
+    ):
+        with pytest.raises(SchemaError, match=message):
+            plan_of(Request(USER, response_format=form))
+    wide = closed({f"p{i}": STRING for i in range(3000)})
+    tools = tuple(Tool(f"f{i}", parameters=wide) for i in range(8))
+    with pytest.raises(SchemaError, match="more than 400000 bytes"):
+        plan_of(Request(USER, tools=tools, tool_choice=ToolChoice("required")))
+
+
+def test_patterns_of_names_meet_the_linear_matcher_only():
+    names = {"a" * 40 + "!": {}, "a" * 40: {}, "\u00fc": {}}
+    start = time.process_time()
+    made, _ = enforce({"type": "object", "properties": names, "propertyNames": {"pattern": "^(a+)+$"}})
+    assert time.process_time() - start < 3 and list(made["properties"]) == ["a" * 40]
+    assert mismatches("^a(?=b)", ["x"]) == [] and mismatches("b", ["abc", "ac"]) == ["ac"]
+
+
+WRONG = (5, -1, 1.5, "x", True, None, [], {}, [[1]], [{}], {"a": 3}, {"minLength": "x"}, 10**400, "\ud800")
+KEYWORDS = (
+    *("type", "const", "enum", "required", "minItems", "maxItems", "minProperties", "maxProperties", "$anchor"),
+    *("minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "additionalProperties", "properties"),
+    *("patternProperties", "propertyNames", "$defs", "definitions", "$ref", "format", "uniqueItems", "nullable"),
+    *("unevaluatedProperties", "not", "if", "contains", "dependentRequired"),
+)
+MISFITS = {
+    **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"), "x"),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "x"),
+    **dict.fromkeys(("pattern", "$ref", "$anchor", "format", "type", "enum", "required", "uniqueItems", "nullable"), 5),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalProperties", "properties"), 5),
+    **dict.fromkeys(("patternProperties", "propertyNames", "$defs", "definitions", "additionalItems"), 5),
+}
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_keywords_of_the_wrong_type_are_refused_by_name(keyword):
+    nests = (
+        ("", lambda s: s),
+        ("/properties/a", lambda s: closed({"a": s})),
+        ("/propertyNames", lambda s: {"type": "object", "properties": {"b": {}}, "propertyNames": s}),
+        ("/items", lambda s: {"type": "array", "minItems": 1, "items": s}),
+        ("/anyOf/0", lambda s: {"anyOf": [s, INTEGER]}),
+    )
+    for path, nest in nests:
+        for value in WRONG:
+            for strict in (True, False):
+                for others in ({}, {"type": "string"}, {"type": "object"}):
+                    try:
+                        enforce(nest({**others, keyword: value}), strict)
+                    except (SchemaError, InvalidRequestError):
+                        continue
+        if keyword in MISFITS:
+            with pytest.raises(SchemaError) as info:
+                enforce(nest({keyword: MISFITS[keyword]}))
+            assert info.value.path == f"#{path}/{keyword}"
+
+
+@pytest.mark.parametrize("name", ["<x>", "a>b", "a\nb", " a", "a ", "a\x00b"])
+def test_names_that_cannot_be_read_back_are_not_enforced(name):
+    for choice in (ToolChoice("required"), ToolChoice("required", (name,))):
+        with pytest.raises(InvalidRequestError, match=r"tools\[0\].name") as info:
+            plan_of(Request(USER, tools=(Tool(name),), tool_choice=choice))
+        assert info.value.param == "tools"
 
 
 def test_repetitions_are_counted():

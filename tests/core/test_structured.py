@@ -57,7 +57,7 @@ def test_every_answer_is_valid_in_every_mode(name):
         assert drafted.usage.accepted_tokens > 0 or len(tokens) < 4
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("budget", [90, 128, 200])
 def test_a_tight_budget_still_gives_a_whole_value(seed, budget):
     for name in ("nested", "array of objects", "recursive", "edit", "defs", "map", "union", "anything"):
@@ -210,7 +210,7 @@ def test_string_arguments_are_raw_text_and_other_types_json():
 
 
 def test_json_object_mode():
-    for seed in range(8):
+    for seed in range(3):
         completion, _, _ = play(
             Request(USER, response_format=ResponseFormat("json"), thinking=bool(seed % 2)), seed=seed
         )
@@ -283,7 +283,7 @@ def test_a_burst_is_accepted_only_as_far_as_the_grammar_allows(k):
     bias[ID("</think>")] = 20.0
     for letter in '{"location':
         bias[ord(letter)] += 6.0
-    for seed in range(8):
+    for seed in range(3):
         completion, tokens, _ = play(asking(schema), k=k, seed=seed, bias=bias, propose=propose, budget=100)
         assert good(completion, schema) and completion.finish_reason == "stop"
         assert list(json.loads(completion.text)) == ["city"]
