@@ -85,11 +85,22 @@ def as_message(value: Message | Mapping[str, Any]) -> Message:
             f"a message mapping has {what}; known keys: {sorted(_MESSAGE_KEYS)}", param="messages"
         )
     data = dict(value)
-    calls = data.get("tool_calls") or ()
-    data["tool_calls"] = tuple(c if isinstance(c, ToolCall) else ToolCall(**c) for c in calls)
+    calls = data.get("tool_calls")
+    if calls is None or isinstance(calls, (list, tuple)):
+        data["tool_calls"] = tuple(_as_call(call) for call in calls or ())
     if isinstance(data.get("content"), list):
         data["content"] = tuple(data["content"])
     return Message(**data)
+
+
+def _as_call(value: Any) -> ToolCall:
+    if isinstance(value, ToolCall):
+        return value
+    if not isinstance(value, Mapping) or set(value) != {"id", "name", "arguments"}:
+        raise InvalidRequestError(
+            "a tool call of a message must be a ToolCall or a mapping with id, name and arguments", param="messages"
+        )
+    return ToolCall(**value)
 
 
 def make_request(messages: Prompt | None = None, **options: Unpack[RequestOptions]) -> Request:
@@ -133,7 +144,9 @@ def make_request(messages: Prompt | None = None, **options: Unpack[RequestOption
     if isinstance(flat.get("stop"), str):
         flat["stop"] = (flat["stop"],)
     for name in _TUPLES:
-        if name in flat:
+        if flat.get(name, ()) is None:
+            del flat[name]
+        elif isinstance(flat.get(name), Sequence) and not isinstance(flat[name], str):
             flat[name] = tuple(flat[name])
     return Request(turns, **flat)
 

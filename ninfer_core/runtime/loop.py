@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 import torch
@@ -22,6 +23,7 @@ class Loop:
         self._runner = runner
         self._threads = threads
         self.failure: EngineFailedError | None = None
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f"ninfer-{name}", daemon=True)
 
     @property
@@ -34,7 +36,12 @@ class Loop:
         self._thread.start()
 
     def stop(self, timeout: float = 30.0) -> None:
-        """End all requests with `EngineClosedError` and wait for the thread."""
+        """End all requests with `EngineClosedError` and wait for the thread. Does nothing in a forked child.
+
+        A child has no such thread, and a lock that it held at the fork is never released there.
+        """
+        if os.getpid() != self._pid:
+            return
         self._scheduler.stop(EngineClosedError("the engine was closed"))
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)

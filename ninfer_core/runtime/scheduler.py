@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ..errors import EngineBusyError, EngineFailedError, NinferError
 from .handle import RequestHandle
@@ -37,6 +37,20 @@ class Totals:
     accepted_tokens: int = 0
     rounds: int = 0
     chunks: int = 0
+
+    def count(self, session: Session) -> None:
+        """Add a request that has ended."""
+        usage = session.usage
+        self.prompt_tokens += usage.prompt_tokens if session.started else 0
+        self.completion_tokens += usage.completion_tokens
+        self.drafted_tokens += usage.drafted_tokens
+        self.accepted_tokens += usage.accepted_tokens
+        if session.outcome == "error":
+            self.failed += 1
+        elif session.outcome == "cancelled":
+            self.cancelled += 1
+        else:
+            self.finished += 1
 
 
 class Scheduler:
@@ -103,17 +117,24 @@ class Scheduler:
             self._wake()
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges and counters."""
+        """Gauges and counters. A request counts as ended from its last event on, though the loop frees it later."""
         with self._lock:
+            sequences = [*self._prefilling, *self._decoding]
+            ended = [sequence for sequence in sequences if sequence.session.ended]
+            totals = replace(self.totals)
+            for sequence in ended:
+                totals.count(sequence.session)
+            pages, slots = self._runner.pages, self._runner.slots
+            pages_free = pages.free + sum(len(sequence.pages) for sequence in ended)
             return {
-                "running": len(self._prefilling) + len(self._decoding),
+                "running": len(sequences) - len(ended),
                 "waiting": len(self._waiting),
-                "pages_free": self._runner.pages.free,
-                "pages_total": self._runner.pages.size,
-                "kv_cache_usage": 1 - self._runner.pages.free / self._runner.pages.size,
-                "slots_free": self._runner.slots.free,
-                "slots_total": self._runner.slots.size,
-                **asdict(self.totals),
+                "pages_free": pages_free,
+                "pages_total": pages.size,
+                "kv_cache_usage": 1 - pages_free / pages.size,
+                "slots_free": slots.free + len(ended),
+                "slots_total": slots.size,
+                **asdict(totals),
             }
 
     # the loop's thread
@@ -198,7 +219,8 @@ class Scheduler:
     def _chunk(self) -> None:
         """One chunk of one prompt; prompts take turns."""
         sequence = self._prefilling[0]
-        self._prefilling.rotate(-1)
+        with self._lock:
+            self._prefilling.rotate(-1)
         self.totals.chunks += 1
         try:
             self._runner.prefill(sequence)
@@ -243,6 +265,9 @@ class Scheduler:
         self.suspect = True
         log.error("a round of %d requests failed; each is resumed alone", len(group), exc_info=error)
         for sequence in group:
+            if sequence.session.ended:
+                self._release(sequence)
+                continue
             self._runner.restart(sequence)
             with self._lock:
                 self._decoding.remove(sequence)
@@ -273,20 +298,11 @@ class Scheduler:
             elif sequence in self._prefilling:
                 self._prefilling.remove(sequence)
             self._runner.close(sequence)
-        self._account(sequence.session)
+            self._account(sequence.session)
 
     def _account(self, session: Session) -> None:
-        usage, totals = session.usage, self.totals
-        totals.prompt_tokens += usage.prompt_tokens if session.started else 0
-        totals.completion_tokens += usage.completion_tokens
-        totals.drafted_tokens += usage.drafted_tokens
-        totals.accepted_tokens += usage.accepted_tokens
-        if session.outcome == "error":
-            totals.failed += 1
-        elif session.outcome == "cancelled":
-            totals.cancelled += 1
-        else:
-            totals.finished += 1
+        self.totals.count(session)
+        if session.outcome not in ("error", "cancelled"):
             times = session.timings
             self._seconds_per_request += 0.2 * (times.prefill + times.decode - self._seconds_per_request)
 

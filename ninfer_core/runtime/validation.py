@@ -7,17 +7,24 @@ honour is refused here; nothing is dropped silently.
 from __future__ import annotations
 
 import math
+import reprlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidRequestError, UnsupportedError
-from ..types import Image, Message, Request, ResponseFormat, Sampling, Text, Tool, Video
+from ..types import Image, Message, Request, ResponseFormat, Sampling, Text, Tool, ToolCall, ToolChoice, Video
 
 MAX_STOP = 16
 MAX_LOGPROBS = 20
 MAX_DEPTH = 128
+MAX_NODES = 100_000
+"""Values in one client JSON, counted as often as they would be written: an object shared by many counts each time."""
+MAX_INTEGER_BITS = 4096
+"""Size of an integer in client JSON; far larger ones cannot even be written in decimal."""
 KINDS = ("json", "json_schema", "regex", "grammar", "choice")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -82,17 +89,19 @@ def check_request(request: Request, *, addressable: int, vision: bool, grammars:
     _integer(request.max_tokens, "max_tokens", 1, None)
     _integer(request.thinking_budget, "thinking_budget", 0, None)
     _integer(request.logprobs, "logprobs", 0, MAX_LOGPROBS)
-    _integer(request.priority, "priority", None, None)
+    _integer(request.priority, "priority", None, None, optional=False)
     _number(request.timeout, "timeout", 0.0, math.inf, open_low=True)
     for name in ("thinking", "preserve_thinking"):
-        if getattr(request, name) not in (None, True, False):
-            raise InvalidRequestError(f"{name} must be true, false or null, not {getattr(request, name)!r}", param=name)
+        if getattr(request, name) is not None:
+            _flag(getattr(request, name), name, "true, false or null")
+    for name in ("parallel_tool_calls", "ignore_eos", "continue_final_message", "add_vision_id"):
+        _flag(getattr(request, name), name)
     if len(_sequence(request.stop, "stop")) > MAX_STOP:
         raise InvalidRequestError(f"stop holds {len(request.stop)} strings; the limit is {MAX_STOP}", param="stop")
     for i, text in enumerate(request.stop):
         if not isinstance(text, str) or not text:
             raise InvalidRequestError(
-                f"stop[{i}] must be a string of at least one character, not {text!r}", param="stop"
+                f"stop[{i}] must be a string of at least one character, not {_show(text)}", param="stop"
             )
         _unicode(text, f"stop[{i}]")
     _token_ids(_sequence(request.stop_token_ids, "stop_token_ids"), "stop_token_ids", addressable)
@@ -121,14 +130,16 @@ def check_sampling(sampling: Sampling, addressable: int) -> None:
     if not isinstance(sampling.logit_bias, Mapping):
         raise InvalidRequestError("logit_bias must map token ids to numbers", param="logit_bias")
     _token_ids(sampling.logit_bias, "logit_bias", addressable)
-    for value in sampling.logit_bias.values():
+    for token, value in sampling.logit_bias.items():
+        if value is None:
+            raise InvalidRequestError(f"logit_bias of token {token} must be a number, not None", param="logit_bias")
         _number(value, "logit_bias", -100.0, 100.0)
 
 
 def _check_prompt(request: Request, addressable: int, vision: bool) -> None:
     prompt = request.prompt
     if prompt is not None:
-        if request.messages:
+        if _sequence(request.messages, "messages"):
             raise InvalidRequestError("give messages or prompt, not both", param="prompt")
         if isinstance(prompt, str):
             _unicode(prompt, "prompt")
@@ -150,16 +161,15 @@ def _check_prompt(request: Request, addressable: int, vision: bool) -> None:
 def _check_message(message: Message, where: str, vision: bool) -> None:
     if not isinstance(message, Message):
         raise InvalidRequestError(f"{where} must be a Message, not {type(message).__name__}", param=where)
-    if message.role not in ROLES:
+    if not isinstance(message.role, str) or message.role not in ROLES:
         raise InvalidRequestError(
-            f"{where}.role is {message.role!r}; it must be one of {', '.join(ROLES)}", param=where
+            f"{where}.role is {_show(message.role)}; it must be one of {', '.join(ROLES)}", param=where
         )
-    if message.reasoning is not None:
-        _text(message.reasoning, f"{where}.reasoning")
-    for j, call in enumerate(message.tool_calls):
-        path = f"{where}.tool_calls[{j}]"
-        _text(call.name, f"{path}.name")
-        _check_depth(call.arguments, f"{path}.arguments")
+    for name in ("reasoning", "tool_call_id", "name"):
+        if getattr(message, name) is not None:
+            _text(getattr(message, name), f"{where}.{name}")
+    for j, call in enumerate(_sequence(message.tool_calls, f"{where}.tool_calls")):
+        _check_call(call, f"{where}.tool_calls[{j}]")
     if isinstance(message.content, str):
         _unicode(message.content, f"{where}.content")
         return
@@ -179,25 +189,65 @@ def _check_message(message: Message, where: str, vision: bool) -> None:
             raise InvalidRequestError(f"{path} needs exactly one of data, path and url", param=path)
 
 
+def _check_call(call: ToolCall, where: str) -> None:
+    """A call of an earlier turn. Its id may be missing: only the client's own messages refer to it."""
+    if not isinstance(call, ToolCall):
+        raise InvalidRequestError(f"{where} must be a ToolCall, not {type(call).__name__}", param=where)
+    if call.id is not None:
+        _text(call.id, f"{where}.id")
+    _text(call.name, f"{where}.name")
+    if isinstance(call.arguments, str):
+        _unicode(call.arguments, f"{where}.arguments")
+    else:
+        _check_json(_mapping(call.arguments, f"{where}.arguments"), f"{where}.arguments")
+
+
 def _check_tools(request: Request, grammars: bool) -> None:
-    names = set()
+    names: set[str] = set()
     for i, tool in enumerate(_sequence(request.tools, "tools")):
-        if not isinstance(tool, Tool) or not isinstance(tool.name, str) or not tool.name:
-            raise InvalidRequestError(f"tools[{i}] must be a Tool with a name", param=f"tools[{i}]")
-        _text(tool.name, f"tools[{i}].name")
-        _text(tool.description, f"tools[{i}].description")
-        _check_depth(tool.parameters, f"tools[{i}].parameters")
-        _check_depth(tool.raw, f"tools[{i}]")
+        where = f"tools[{i}]"
+        if not isinstance(tool, Tool):
+            raise InvalidRequestError(f"{where} must be a Tool, not {type(tool).__name__}", param=where)
+        _check_tool_name(tool.name, f"{where}.name", names)
+        _text(tool.description, f"{where}.description")
+        _check_json(_mapping(tool.parameters, f"{where}.parameters"), f"{where}.parameters")
+        _flag(tool.strict, f"{where}.strict")
+        if tool.raw is not None:
+            _check_json(_mapping(tool.raw, f"{where}.raw"), f"{where}.raw")
         names.add(tool.name)
-    choice = request.tool_choice
-    if choice.mode not in ("none", "auto", "required"):
+    _check_choice(request.tool_choice, names, grammars)
+
+
+def _check_tool_name(name: str, param: str, taken: Collection[str]) -> None:
+    """A name must survive its way through `<function=NAME>` in the model's output, and mean one tool."""
+    _text(name, param)
+    if not name:
+        raise InvalidRequestError(f"{param} is empty; a tool needs a name", param=param)
+    if name != name.strip() or any(c in "<>" or unicodedata.category(c) in ("Cc", "Zl", "Zp") for c in name):
         raise InvalidRequestError(
-            f"tool_choice is {choice.mode!r}; it must be none, auto or required", param="tool_choice"
+            f"{param} is {_show(name)}; it must not hold '<', '>', line breaks or control characters, nor begin or end "
+            "with a blank",
+            param=param,
+        )
+    if name in taken:
+        raise InvalidRequestError(f"{param} is {_show(name)}, the name of an earlier tool; rename one", param=param)
+
+
+def _check_choice(choice: ToolChoice, names: Collection[str], grammars: bool) -> None:
+    if not isinstance(choice, ToolChoice):
+        raise InvalidRequestError(f"tool_choice must be a ToolChoice, not {type(choice).__name__}", param="tool_choice")
+    if not isinstance(choice.mode, str) or choice.mode not in ("none", "auto", "required"):
+        raise InvalidRequestError(
+            f"tool_choice is {_show(choice.mode)}; it must be none, auto or required", param="tool_choice"
+        )
+    if not isinstance(choice.names, (tuple, list)):
+        raise InvalidRequestError(
+            f"tool_choice.names must be a sequence of names, not {_show(choice.names)}", param="tool_choice"
         )
     for name in choice.names:
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise InvalidRequestError(
-                f"tool_choice names {name!r}, which is not among the tools {sorted(names)}", param="tool_choice"
+                f"tool_choice names {_show(name)}, which is not among the tools {sorted(names)}", param="tool_choice"
             )
     if choice.mode == "required":
         if not names:
@@ -212,56 +262,102 @@ def _check_tools(request: Request, grammars: bool) -> None:
 
 def _check_format(form: ResponseFormat) -> None:
     """The form of a `ResponseFormat`; whether its schema or grammar compiles is found out later."""
-    if not isinstance(form, ResponseFormat) or form.kind not in KINDS:
-        what = repr(form.kind) if isinstance(form, ResponseFormat) else type(form).__name__
+    if not isinstance(form, ResponseFormat) or not isinstance(form.kind, str) or form.kind not in KINDS:
+        what = _show(form.kind) if isinstance(form, ResponseFormat) else type(form).__name__
         raise InvalidRequestError(
             f"response_format is {what}; its kind must be one of {', '.join(KINDS)}", param="response_format"
         )
-    if form.kind == "json_schema":
+    _flag(form.strict, "response_format.strict")
+    if form.pattern is not None:
+        _text(form.pattern, "response_format.pattern")
+    for i, text in enumerate(_sequence(form.choices, "response_format.choices")):
+        _text(text, f"response_format.choices[{i}]")
+    if form.schema is not None or form.kind == "json_schema":
         if not isinstance(form.schema, (Mapping, bool)):
             raise InvalidRequestError(
                 f"response_format.schema must be a JSON schema, not {type(form.schema).__name__}",
                 param="response_format.schema",
             )
-        _check_depth(form.schema, "response_format.schema")
-    if form.kind in ("regex", "grammar"):
-        if not form.pattern:
-            raise InvalidRequestError(
-                f"response_format of kind {form.kind} needs a pattern", param="response_format.pattern"
-            )
-        _text(form.pattern, "response_format.pattern")
-    if form.kind == "choice":
-        for i, text in enumerate(_sequence(form.choices, "response_format.choices")):
-            _text(text, f"response_format.choices[{i}]")
-        if not all(form.choices or ("",)):
-            raise InvalidRequestError(
-                "response_format of kind choice needs at least one text, none of them empty",
-                param="response_format.choices",
-            )
+        _check_json(form.schema, "response_format.schema")
+    if form.kind in ("regex", "grammar") and not form.pattern:
+        raise InvalidRequestError(
+            f"response_format of kind {form.kind} needs a pattern", param="response_format.pattern"
+        )
+    if form.kind == "choice" and not all(form.choices or ("",)):
+        raise InvalidRequestError(
+            "response_format of kind choice needs at least one text, none of them empty",
+            param="response_format.choices",
+        )
 
 
-def _check_depth(value: Any, param: str) -> None:
-    """Bound the nesting of client JSON, so that no recursive renderer can overflow the stack; checks texts too."""
+def _check_json(value: Any, param: str) -> None:
+    """Client JSON must be JSON, and bounded: no recursive renderer may overflow the stack or write without end."""
     level: list[Any] = [value]
+    nodes = 1
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for item in level:
-            if isinstance(item, str):
-                _unicode(item, param)
-            elif isinstance(item, float):
-                if not math.isfinite(item):
-                    raise InvalidRequestError(f"{param} holds {item}, which is not JSON", param=param)
-            elif isinstance(item, Mapping):
-                below.extend(item)
-                below.extend(item.values())
-            elif isinstance(item, (list, tuple)):
-                below.extend(item)
-            elif item is not None and not isinstance(item, (bool, int)):
-                raise InvalidRequestError(f"{param} holds a {type(item).__name__}, which is not JSON", param=param)
+            if isinstance(item, (Mapping, list, tuple)):
+                nodes += len(item)
+                if nodes > MAX_NODES:
+                    raise InvalidRequestError(f"{param} holds more than {MAX_NODES} values; shorten it", param=param)
+                below.extend(_children(item, param))
+            else:
+                _check_leaf(item, param)
         if not below:
             return
         level = below
     raise InvalidRequestError(f"{param} is nested deeper than {MAX_DEPTH} levels; flatten it", param=param)
+
+
+def _children(item: Mapping[Any, Any] | Sequence[Any], param: str) -> Iterable[Any]:
+    if not isinstance(item, Mapping):
+        return item
+    for key in item:
+        if not isinstance(key, str):
+            raise InvalidRequestError(f"{param} holds the key {_show(key)}; keys of JSON are strings", param=param)
+        _unicode(key, param)
+    return item.values()
+
+
+def _check_leaf(item: Any, param: str) -> None:
+    if isinstance(item, str):
+        _unicode(item, param)
+    elif isinstance(item, float):
+        if not math.isfinite(item):
+            raise InvalidRequestError(f"{param} holds {item}, which is not JSON", param=param)
+    elif isinstance(item, int):
+        if item.bit_length() > MAX_INTEGER_BITS:
+            raise InvalidRequestError(
+                f"{param} holds an integer of {item.bit_length()} bits; the limit is {MAX_INTEGER_BITS}", param=param
+            )
+    elif item is not None:
+        raise InvalidRequestError(f"{param} holds a {type(item).__name__}, which is not JSON", param=param)
+
+
+def _show(value: Any) -> str:
+    """A short form of any value for a message: never long, never an error of its own."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return _SHORT.repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+
+
+def _flag(value: Any, param: str, allowed: str = "true or false") -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{param} must be {allowed}, not {_show(value)}", param=param)
+
+
+def _mapping(value: Any, param: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{param} must be a JSON object, not {type(value).__name__}", param=param)
+    return value
 
 
 def _sequence(value: Any, param: str) -> Sequence[Any]:
@@ -291,7 +387,8 @@ def _token_ids(ids: Iterable[Any], param: str, addressable: int) -> None:
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < addressable:
             raise InvalidRequestError(
-                f"{param}: {token!r} is not a token id of this model (integers 0 to {addressable - 1})", param=param
+                f"{param}: {_show(token)} is not a token id of this model (integers 0 to {addressable - 1})",
+                param=param,
             )
 
 
@@ -299,18 +396,18 @@ def _number(value: Any, param: str, low: float, high: float, *, open_low: bool =
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidRequestError(f"{param} must be a number, not {value!r}", param=param)
-    if not (low < value if open_low else low <= value) or not value <= high or value == math.inf:
+        raise InvalidRequestError(f"{param} must be a number, not {_show(value)}", param=param)
+    if not (low < value if open_low else low <= value) or not value <= min(high, sys.float_info.max):
         span = f"greater than {low:g}" if open_low else f"at least {low:g}"
-        limit = span if high == math.inf else f"{span} and at most {high:g}"
-        raise InvalidRequestError(f"{param} is {value!r}; it must be {limit}", param=param)
+        limit = f"{span} and finite" if high == math.inf else f"{span} and at most {high:g}"
+        raise InvalidRequestError(f"{param} is {_show(value)}; it must be {limit}", param=param)
 
 
-def _integer(value: Any, param: str, low: int | None, high: int | None) -> None:
-    if value is None:
+def _integer(value: Any, param: str, low: int | None, high: int | None, *, optional: bool = True) -> None:
+    if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{param} must be an integer, not {value!r}", param=param)
+        raise InvalidRequestError(f"{param} must be an integer, not {_show(value)}", param=param)
     if (low is not None and value < low) or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidRequestError(f"{param} is {value}; it must be {limit}", param=param)
+        raise InvalidRequestError(f"{param} is {_show(value)}; it must be {limit}", param=param)

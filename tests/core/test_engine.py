@@ -6,7 +6,10 @@ import asyncio
 import dataclasses
 import gc
 import os
+import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_support import TOOL, Gate, assert_free, raw, until
@@ -95,7 +98,7 @@ def test_messages_are_counted_as_used(shared):
 def test_unknown_options_name_the_nearest(shared):
     with pytest.raises(TypeError, match="temperature"):
         shared.generate("x", temperatur=1)
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    with pytest.raises(TypeError, match="context_length"):
         Engine.load("demo", contextlength=5)
 
 
@@ -383,6 +386,86 @@ def test_a_forked_child_gets_an_error(shared):
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert_free(shared)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_exits_though_a_lock_was_held_at_the_fork(shared):
+    forked, held = threading.Event(), threading.Event()
+
+    def hold():
+        with shared._scheduler._lock:
+            held.set()
+            forked.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # kills the child, should it hang
+        shared._finalizer()  # as at the interpreter's exit
+        os._exit(0)
+    forked.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_free(shared)
+
+
+def test_the_stats_behind_a_last_event_count_its_request_as_ended(shared):
+    until(lambda: shared.stats()["running"] == 0)
+    for i in range(20):
+        before = shared.stats()
+        shared.generate(raw(tokens=2, seed=i))
+        stats = shared.stats()
+        assert (stats["running"], stats["waiting"]) == (0, 0)
+        assert (stats["pages_free"], stats["slots_free"]) == (stats["pages_total"], stats["slots_total"])
+        assert stats["kv_cache_usage"] == 0
+        assert stats["finished"] == before["finished"] + 1
+        assert stats["completion_tokens"] == before["completion_tokens"] + 2
+
+
+@pytest.mark.parametrize("way", ["generate", "iterate", "batches"])
+def test_an_interrupt_of_the_main_thread_ends_the_request(shared, way):
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    endless = raw(tokens=900, sampling=Sampling(seed=1))
+    with pytest.raises(KeyboardInterrupt):
+        if way == "generate":
+            shared.generate(endless)
+        elif way == "iterate":
+            list(shared.stream(endless))
+        else:
+            list(shared.submit(endless).batches())
+    timer.join()
+    assert_free(shared)
+
+
+def test_closing_ends_a_crowd_and_its_readers():
+    engine = tiny_engine(draft_tokens=1, max_sequences=2, max_queue=30)
+    handles = [engine.submit(raw(n=70, tokens=400, seed=i)) for i in range(20)]
+    with ThreadPoolExecutor(8) as pool:
+        readers = [pool.submit(lambda handle=handle: list(handle)) for handle in handles[:6]]
+        until(lambda: handles[0]._events)
+        for closer in [pool.submit(engine.close) for _ in range(2)]:
+            closer.result(20)
+        for reader in readers:
+            with pytest.raises(EngineClosedError):
+                reader.result(20)
+    for handle in handles:
+        assert handle.wait(5) and isinstance(handle.error, EngineClosedError)
+    with pytest.raises(EngineClosedError):
+        asyncio.run(engine.agenerate(raw()))
+    stats = engine.stats()
+    assert stats["running"] == stats["waiting"] == 0 and stats["pages_free"] == stats["pages_total"]
+
+
+def test_loading_and_closing_leaves_no_threads():
+    before = threading.active_count()
+    for _ in range(5):
+        with tiny_engine(draft_tokens=1) as engine:
+            engine.generate(raw(tokens=2))
+    until(lambda: threading.active_count() <= before)
 
 
 def test_options_are_checked():

@@ -35,8 +35,8 @@ def poison(engine, seed, action):
         group[:] = sequences
         return round_(sequences)
 
-    def verify(windows):
-        hidden, logits = original(windows)
+    def verify(windows, *rest):
+        hidden, logits = original(windows, *rest)
         for i, sequence in enumerate(group):
             if sequence.session.request.sampling.seed == seed and sequence.emitted >= 3:
                 action(logits, i)

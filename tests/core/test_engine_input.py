@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
+import numpy as np
 import pytest
 from engine_support import TOOL, assert_free, raw
 from tiny import tiny_engine
@@ -13,7 +15,7 @@ from ninfer_core.errors import (
     InvalidRequestError,
     UnsupportedError,
 )
-from ninfer_core.types import Image, Message, Request, Sampling, Text, Tool, ToolChoice
+from ninfer_core.types import Image, Message, Request, ResponseFormat, Sampling, Text, Tool, ToolCall, ToolChoice
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +66,65 @@ BAD = [
     (raw(timeout=0), "timeout"),
     (raw(timeout=float("nan")), "timeout"),
     (raw(priority=0.5), "priority"),
-    (Request((Message("user", "x"),), tools=(Tool(""),)), "tools[0]"),
+    (Request((Message("user", "x"),), tools=(Tool(""),)), "tools[0].name"),
     (Request((Message("user", "x"),), tools=(Tool("f", parameters={"x": float("nan")}),)), "tools[0].parameters"),
     (Request((Message("user", "x"),), tools=(TOOL,), tool_choice=ToolChoice("required", ("other",))), "tool_choice"),
     (Request((Message("user", "x"),), tool_choice=ToolChoice("required")), "tool_choice"),
+]
+
+
+USER = Message("user", "x")
+
+
+def said(*calls):
+    return Request((USER, Message("assistant", "", tool_calls=calls), Message("tool", "y")))
+
+
+def tools(*given, **fields):
+    return Request((USER,), tools=given, **fields)
+
+
+def doubled(levels):
+    value = [1]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+def cyclic():
+    value = {}
+    value["a"] = [value, value]
+    return value
+
+
+BAD += [
+    (raw(sampling=Sampling(logit_bias={5: None})), "logit_bias"),
+    (raw(timeout=10**400), "timeout"),
+    (raw(timeout=10**6000), "timeout"),
+    (raw(sampling=Sampling(seed=10**6000)), "seed"),
+    (raw(thinking=np.array([1, 2])), "thinking"),
+    (raw(parallel_tool_calls="x"), "parallel_tool_calls"),
+    (Request(prompt="x", ignore_eos="x"), "ignore_eos"),
+    (raw(priority=None), "priority"),
+    (raw(tool_choice="auto"), "tool_choice"),
+    (raw(tool_choice=None), "tool_choice"),
+    (raw(tool_choice=ToolChoice("auto", None)), "tool_choice"),
+    (tools(TOOL, tool_choice=ToolChoice("auto", "bash")), "tool_choice"),
+    (Request((Message("assistant", "a", tool_calls=None),)), "messages[0].tool_calls"),
+    (said({"name": "f"}), "messages[1].tool_calls[0]"),
+    (said(ToolCall("1", "f", 5)), "messages[1].tool_calls[0].arguments"),
+    (said(ToolCall("1", "f", [1])), "messages[1].tool_calls[0].arguments"),
+    (said(ToolCall("1", "f", {"x": {3: 4}})), "messages[1].tool_calls[0].arguments"),
+    (said(ToolCall("1", "f", {"x": 10**6000})), "messages[1].tool_calls[0].arguments"),
+    (Request((Message("user", "a", name=5),)), "messages[0].name"),
+    (Request((Message("user", "a", name="\ud800"),)), "messages[0].name"),
+    (tools(Tool("a", parameters=None)), "tools[0].parameters"),
+    (tools(Tool("a", parameters="x")), "tools[0].parameters"),
+    (tools(Tool("a", parameters={"x": doubled(24)})), "tools[0].parameters"),
+    (tools(Tool("a", parameters=cyclic())), "tools[0].parameters"),
+    (tools(Tool("a", raw=[1])), "tools[0].raw"),
+    (tools(Tool("a"), Tool("b"), Tool("a")), "tools[2].name"),
+    *((tools(Tool("a"), Tool(name)), "tools[1].name") for name in ("<x>", "a=b>", "a\nb", " a", "a ", "\0", 5)),
 ]
 
 
@@ -122,3 +179,87 @@ def test_tool_choice_none_and_auto_work(shared):
         assert (
             shared.generate("x", tools=[TOOL], tool_choice=ToolChoice(mode), max_tokens=1).usage.completion_tokens == 1
         )
+
+
+def test_tool_names_with_other_signs_are_taken(shared):
+    names = ["a b", "a=b", "é", "get-weather.v2", "a/b:c"]
+    assert shared.generate("x", tools=[Tool(name) for name in names], max_tokens=1).usage.completion_tokens == 1
+
+
+ODD = [
+    None,
+    True,
+    5,
+    -1,
+    2.5,
+    float("nan"),
+    10**400,
+    10**6000,
+    "x",
+    "\ud800",
+    b"x",
+    (),
+    ["x"],
+    (None,),
+    ({"x": 1},),
+    {"x": 1},
+    {5: None},
+    {"x": {(1, 2): object()}},
+    doubled(24),
+    np.array([1, 2]),
+    np.float32(1),
+    object(),
+    ToolChoice(),
+    Message,
+]
+PLACES = {
+    Request: lambda value: value,
+    Sampling: lambda value: raw(tokens=1, sampling=value),
+    Message: lambda value: Request((USER, value), max_tokens=1),
+    ToolCall: lambda value: dataclasses.replace(said(value), max_tokens=1),
+    Tool: lambda value: tools(value, max_tokens=1),
+    ToolChoice: lambda value: tools(TOOL, tool_choice=value, max_tokens=1),
+    ResponseFormat: lambda value: Request((USER,), response_format=value, max_tokens=1),
+}
+WHOLE = {
+    Request: Request((USER,), max_tokens=1),
+    Sampling: Sampling(),
+    Message: USER,
+    ToolCall: ToolCall("1", "f", {}),
+    Tool: TOOL,
+    ToolChoice: ToolChoice(),
+    ResponseFormat: ResponseFormat("json_schema", {"type": "object"}),
+}
+FIELDS = [(kind, field.name) for kind in WHOLE for field in dataclasses.fields(kind)]
+
+
+@pytest.mark.parametrize("kind,name", FIELDS, ids=[f"{kind.__name__}.{name}" for kind, name in FIELDS])
+def test_every_field_takes_or_refuses_any_value(shared, kind, name):
+    """No other error than `InvalidRequestError` leaves `submit`, at once; what is taken runs to an end of its own."""
+    for value in ODD:
+        request = PLACES[kind](dataclasses.replace(WHOLE[kind], **{name: value}))
+        started = time.perf_counter()
+        try:
+            handle = shared.submit(request)
+        except InvalidRequestError as error:
+            assert error.param and len(str(error)) < 1000
+            assert time.perf_counter() - started < 1.0
+            continue
+        handle.cancel()
+        assert handle.wait(20) and handle.error is None, (value, handle.error)
+    assert_free(shared)
+
+
+@pytest.mark.parametrize("option", ["tools", "stop", "stop_token_ids"])
+def test_options_of_sequences_are_refused_by_name(shared, option):
+    with pytest.raises(InvalidRequestError) as info:
+        shared.generate("x", **{option: 5})
+    assert info.value.param == option
+    assert shared.generate("x", max_tokens=1, **{option: None}).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("calls", [5, [5], [{"name": "f"}], {"name": "f"}])
+def test_calls_of_messages_as_mappings_are_refused(shared, calls):
+    with pytest.raises(InvalidRequestError) as info:
+        shared.generate([{"role": "assistant", "content": "x", "tool_calls": calls}])
+    assert info.value.param.startswith("messages")
