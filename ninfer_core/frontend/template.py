@@ -423,13 +423,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
-            for kind in (str, list | tuple):
-                if isinstance(left, kind) and isinstance(right, kind):  # type: ignore[arg-type]
-                    size = len(left) + len(right)
-                    if kind is not str:
-                        _few(size)
-                    _budget.get().write(size if kind is str else 8 * size)
-                    return left + right
+            if isinstance(left, str) and isinstance(right, str):
+                _budget.get().write(len(left) + len(right))
+                return left + right
+            if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+                _few(len(left) + len(right))
             return _made(left + right)
         if operator == "**":
             raise SecurityError("** is not allowed")
@@ -478,13 +476,16 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE:
             raise ContentError(f"chat_template.jinja has {len(source):,} characters; the limit is {MAX_SOURCE:,}")
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        changed = {"round": _round, "trim": _trim}
-        filters = {name: changed.get(name, environment.filters[name]) for name in _FILTERS}
+        changed: dict[str, Callable[..., Any]] = {"round": _round, "trim": _trim}
+        filters: dict[str, Callable[..., Any]] = {
+            name: changed.get(name, environment.filters[name]) for name in _FILTERS
+        }
         environment.filters = {
             name: use if name in _FREE_FILTERS else _guarded(name, use) for name, use in filters.items()
         }
         environment.tests = {
-            name: _guarded(name, use) if name in _COSTLY_TESTS else use for name, use in environment.tests.items()
+            name: _guarded(name, cast("Callable[..., Any]", use)) if name in _COSTLY_TESTS else use
+            for name, use in environment.tests.items()
         }
         counted: dict[str, Any] = {
             "_each": _each,

@@ -84,9 +84,9 @@ class Tokenizer:
         self._cache: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._cached = 0
         self._lock = threading.Lock()
-        for token in self._encode_plain(PROBE):
-            if token >= self.addressable:
-                raise ContentError(f"tokenizer.json encodes ordinary text to id {token} of {self.addressable}")
+        for probed in self._encode_plain(PROBE):
+            if probed >= self.addressable:
+                raise ContentError(f"tokenizer.json encodes ordinary text to id {probed} of {self.addressable}")
         plain_form = type(self._full.normalizer).__name__ in ("NoneType", "NFC")
         spelled = max((len(text) for text in self._full.get_vocab(with_added_tokens=False)), default=1)
         self._longest = max([spelled, *map(len, self._added_bytes.values())]) if plain_form else 0
