@@ -184,6 +184,7 @@ class Engine(ModelCard):
     def __init__(self, options: EngineOptions) -> None:
         from .runtime.loading import load_model
         from .runtime.loop import start_loop
+        from .runtime.reuse import Reuse
         from .runtime.runner import Runner
 
         artifact = _open(store.resolve(options.model))
@@ -193,12 +194,20 @@ class Engine(ModelCard):
         self.plan = loaded.plan
         self.draft_tokens = loaded.draft_tokens
         self._context = loaded.plan.context_length
+        reuse = Reuse(
+            loaded.state,
+            slots=loaded.plan.slots,
+            pages=loaded.plan.pages,
+            checkpoints=loaded.plan.checkpoints,
+            chunk=options.prefill_chunk,
+            answers=options.cache_answers,
+            describe=self.frontend.tokenizer.decode,
+        )
         self._runner = Runner(
             loaded.decoder,
             loaded.mtp,
             loaded.state,
-            slots=loaded.plan.slots,
-            pages=loaded.plan.pages,
+            reuse=reuse,
             draft_tokens=loaded.draft_tokens,
             prefill_chunk=options.prefill_chunk,
             decorate=partial(_decorate, self.frontend.tokenizer),
@@ -301,7 +310,7 @@ class Engine(ModelCard):
         return {"status": status, "model": self.served_names[0], "route": self.route}
 
     def stats(self) -> dict[str, Any]:
-        """Requests running and waiting, pages and slots free and in all, and totals since loading."""
+        """Requests running and waiting, pages, slots and checkpoints free and in all, and totals since loading."""
         return self._scheduler.stats()
 
     def close(self) -> None:

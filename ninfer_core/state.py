@@ -142,6 +142,12 @@ class State:
         for tensor in self._slot_tensors:
             tensor[:, target].copy_(tensor[:, source])
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one KV page, of all layers, to another."""
+        for tensor in (self.kv_codes, self.kv_scales):
+            if tensor is not None:
+                tensor[:, :, :, target].copy_(tensor[:, :, :, source])
+
     def clear_slot(self, slot: int) -> None:
         """Make a slot that of a sequence without tokens."""
         for tensor in self._slot_tensors:

@@ -80,6 +80,8 @@ class Prompt:
         media: images and videos in order of appearance.
         checkpoints: numbers of leading tokens after which a state checkpoint pays, ascending: the end of the system
             turn with the tools, and the place where the rendering of the next turn can first differ.
+        cuts: these places in all turns so far, not in the last one alone: where reading a prompt may pause, so that a
+            conversation that goes on is read in the same pieces as before.
         text: the prompt as text, media expanded.
         continued: the output continues the text of the last assistant message.
     """
@@ -88,6 +90,7 @@ class Prompt:
     thinking: bool
     media: tuple[PlacedMedia, ...] = ()
     checkpoints: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
     text: str = ""
     continued: bool = False
 
@@ -256,6 +259,7 @@ class Frontend:
         self._generation = _read_generation(get("generation_config.json"))
         self.eos_ids = self._eos()
         self._close_ids = tuple(self.tokenizer.encode(THINK_CLOSE))
+        self._header = list(self.tokenizer.encode(ASSISTANT))
 
     def _eos(self) -> tuple[int, ...]:
         """Ids that end an output: those of the generation configuration and the end of a turn."""
@@ -319,7 +323,7 @@ class Frontend:
                 self._check_length(request.prompt, limit)
             ids = self._raw_ids(request)
             text = request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(ids)
-            return Prompt(tuple(ids), request.thinking is True, text=text)
+            return Prompt(tuple(ids), request.thinking is True, cuts=self._cuts(ids, ()), text=text)
         text, media, thinking = self._render(request)
         text, placed = self._expand(text, media)
         self._check_length(text, limit)
@@ -334,6 +338,7 @@ class Frontend:
             thinking,
             self._place(text, ids, placed),
             checkpoints,
+            self._cuts(ids, checkpoints),
             text.replace(MARK, ""),
             request.continue_final_message and not thinking,
         )
@@ -461,6 +466,23 @@ class Frontend:
             checkpoints.append(len(ids))
             start = cut
         return ids + self.tokenizer.encode(text[start:], broken_by=MARK), tuple(checkpoints)
+
+    def _cuts(self, ids: Sequence[int], checkpoints: Sequence[int]) -> tuple[int, ...]:
+        """The checkpoints and the ends of all assistant headers. Each is found by the tokens before it."""
+        header, at, found = self._header, -1, set(checkpoints)
+        ids = list(ids)
+        while (at := _index(ids, header[0], at + 1)) >= 0:
+            if ids[at : at + len(header)] == header and at + len(header) < len(ids):
+                found.add(at + len(header))
+        return tuple(sorted(found))
+
+
+def _index(ids: list[int], token: int, start: int) -> int:
+    """Where a token comes next, -1 if it does not."""
+    try:
+        return ids.index(token, start)
+    except ValueError:
+        return -1
 
 
 _GENERATION_LIMITS = {

@@ -75,7 +75,7 @@ def load_model(artifact: Artifact, options: EngineOptions) -> LoadedModel:
     made = plan(config, options, weight_bytes=size, free_bytes=free_memory(device))
     state = State(
         config,
-        slots=made.slots,
+        slots=made.slots + made.checkpoints,
         pages=made.pages,
         kv_dtype=options.kv_cache,
         max_draft=drafts,

@@ -26,6 +26,10 @@ class EngineOptions:
     draft_tokens: tokens drafted per round (0 to 5). It changes speed, never the output.
     adaptive_drafts: a sequence for which drafting does not pay goes on without it, and tries again later.
     kv_cache: element type of the KV cache. prefill_chunk: prompt tokens per step, a multiple of 64.
+    prefix_cache: keep what was read and written for later prompts that begin the same; a number is the room kept for
+    that beside the running requests, in tokens (True: one context). checkpoints: states kept at most; "auto" is some
+    per sequence, as memory allows. cache_answers: keep states behind answers too. These were made by decoding, so a
+    later output can differ from that of a fresh engine within rounding; without them no output depends on earlier ones.
     threads: CPU threads of the model's arithmetic; "auto" is what was measured best.
     memory: bytes the engine may use for caches and state; "auto" is most of what is free at load time.
     """
@@ -40,6 +44,9 @@ class EngineOptions:
     adaptive_drafts: bool = True
     kv_cache: Literal["int8", "bf16", "fp32"] = "int8"
     prefill_chunk: int = 256
+    prefix_cache: bool | int = True
+    checkpoints: int | Literal["auto"] = "auto"
+    cache_answers: bool = True
     threads: int | Literal["auto"] = "auto"
     memory: int | Literal["auto"] = "auto"
 
@@ -52,6 +59,9 @@ class EngineOptions:
         _range(self, "max_queue", 0, None)
         _range(self, "draft_tokens", 0, MAX_DRAFT)
         _range(self, "prefill_chunk", PAGE, None)
+        if not isinstance(self.prefix_cache, bool):
+            _range(self, "prefix_cache", 0, None)
+        _range(self, "checkpoints", 0, 4096)
         _range(self, "threads", 1, None)
         _range(self, "memory", 1, None)
         if self.prefill_chunk % PAGE:
@@ -80,6 +90,9 @@ class EngineFields(TypedDict, total=False):
     adaptive_drafts: bool
     kv_cache: Literal["int8", "bf16", "fp32"]
     prefill_chunk: int
+    prefix_cache: bool | int
+    checkpoints: int | Literal["auto"]
+    cache_answers: bool
     threads: int | Literal["auto"]
     memory: int | Literal["auto"]
 
@@ -107,7 +120,7 @@ def _choice(options: EngineOptions, name: str, allowed: tuple[str, ...]) -> None
 
 def _range(options: EngineOptions, name: str, low: int, high: int | None) -> None:
     value: Any = getattr(options, name)
-    if value == "auto" and name in ("context_length", "threads", "memory"):
+    if value == "auto" and name in ("context_length", "checkpoints", "threads", "memory"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"

@@ -28,11 +28,12 @@ class Plan:
     page_bytes: int
     slot_bytes: int
     budget: int
+    checkpoints: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of slots and pages together."""
-        return self.slots * self.slot_bytes + self.pages * self.page_bytes
+        """Bytes of slots, checkpoints and pages together."""
+        return (self.slots + self.checkpoints) * self.slot_bytes + self.pages * self.page_bytes
 
     def table(self) -> str:
         """What needs how much, one line each."""
@@ -40,6 +41,7 @@ class Plan:
         lines = [
             ("weights (loaded)", self.weight_bytes),
             (f"state of {self.slots} sequences", self.slots * self.slot_bytes),
+            (f"state of {self.checkpoints} checkpoints of the prefix cache", self.checkpoints * self.slot_bytes),
             (f"KV cache, {self.pages} pages of {PAGE} tokens", self.pages * self.page_bytes),
             (f"KV cache of one sequence of {self.context_length} tokens", per_sequence),
             ("allowed for state and KV cache", self.budget),
@@ -56,7 +58,7 @@ def plan(config: ModelConfig, options: EngineOptions, *, weight_bytes: int, free
     """Fit slots and pages into memory.
 
     Every sequence gets a slot. Pages are shared: at least one sequence of full context fits, and as many as
-    `max_sequences` where memory allows.
+    `max_sequences` where memory allows, then the room of the prefix cache.
 
     Raises:
         InvalidRequestError: the context asked for is longer than the model's.
@@ -71,18 +73,30 @@ def plan(config: ModelConfig, options: EngineOptions, *, weight_bytes: int, free
     page_bytes, slot_bytes = state_bytes(config, options.kv_cache, options.draft_tokens)
     budget = int(free_bytes * SHARE) if options.memory == "auto" else options.memory
     slots = options.max_sequences
-    affordable = max(0, budget - slots * slot_bytes) // page_bytes
+    checkpoints = _checkpoints(options, slots, budget // slot_bytes)
+    affordable = max(0, budget - (slots + checkpoints) * slot_bytes) // page_bytes
     if options.context_length == "auto":
         wanted = min(wanted, affordable * PAGE - options.draft_tokens)
     need = pages_for(max(wanted, 1), options.draft_tokens)
-    pages = min(need * slots, affordable)
-    made = Plan(wanted, slots, pages, weight_bytes, page_bytes, slot_bytes, budget)
+    kept = need if options.prefix_cache is True else pages_for(int(options.prefix_cache), 0)
+    pages = min(need * slots + (kept if checkpoints else 0), affordable)
+    made = Plan(wanted, slots, pages, weight_bytes, page_bytes, slot_bytes, budget, checkpoints)
     if wanted < 1 or pages < need:
         raise MemoryPlanError(
             f"one sequence of {max(wanted, 1)} tokens needs {need} KV pages, and {affordable} fit beside "
-            f"{slots} state slots; lower context_length or max_sequences, or raise memory:\n{made.table()}"
+            f"{slots} state slots and {checkpoints} checkpoints; lower context_length, max_sequences or checkpoints, "
+            f"or raise memory:\n{made.table()}"
         )
     return made
+
+
+def _checkpoints(options: EngineOptions, slots: int, affordable: int) -> int:
+    """How many states the prefix cache keeps: as asked for, or four per sequence in a quarter of the memory."""
+    if not options.prefix_cache:
+        return 0
+    if options.checkpoints != "auto":
+        return options.checkpoints
+    return min(max(16, 4 * slots), max(0, affordable - slots) // 4)
 
 
 def free_memory(device: torch.device) -> int:

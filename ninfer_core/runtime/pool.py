@@ -1,4 +1,4 @@
-"""Free lists of KV pages and state slots. Taking and giving back is all they do; what they number is in `state`."""
+"""Counted numbers: KV pages, which several owners may share, and state slots. What they number is in `state`."""
 
 from __future__ import annotations
 
@@ -6,35 +6,59 @@ from collections.abc import Iterable
 
 
 class Pool:
-    """Numbers 0..size-1, each free or taken. Lowest first, so that small loads touch little memory."""
+    """Numbers first..first + size - 1, each free or held by one owner or more.
 
-    def __init__(self, size: int, what: str) -> None:
+    The lowest free ones go first, so that small loads touch little memory. `given` counts what owners gave back.
+    """
+
+    def __init__(self, size: int, what: str, first: int = 0) -> None:
         self.size = size
+        self.given = 0
         self._what = what
-        self._free = list(range(size - 1, -1, -1))
-        self._taken: set[int] = set()
+        self._free = list(range(first + size - 1, first - 1, -1))
+        self._owners: dict[int, int] = {}
 
     @property
     def free(self) -> int:
         """How many are free."""
         return len(self._free)
 
+    def owners(self, number: int) -> int:
+        """How many hold this number; 0 if it is free."""
+        return self._owners.get(number, 0)
+
     def take(self, count: int) -> list[int] | None:
-        """Take `count` numbers; None, and nothing taken, if fewer are free."""
+        """Take `count` free numbers; None, and nothing taken, if fewer are free."""
         if count > len(self._free):
             return None
         taken = [self._free.pop() for _ in range(count)]
-        self._taken.update(taken)
+        self._owners.update(dict.fromkeys(taken, 1))
         return taken
 
+    def share(self, numbers: Iterable[int]) -> None:
+        """Become one more owner of numbers that are held.
+
+        Raises:
+            ValueError: a number that is free.
+        """
+        for number in numbers:
+            if number not in self._owners:
+                raise ValueError(f"{self._what} {number} is shared but was not taken")
+            self._owners[number] += 1
+
     def give(self, numbers: Iterable[int]) -> None:
-        """Give numbers back.
+        """Give numbers back; one whose last owner this was is free.
 
         Raises:
             ValueError: a number that is not taken: it was given back twice, or never taken.
         """
         for number in numbers:
-            if number not in self._taken:
+            count = self._owners.get(number)
+            if count is None:
                 raise ValueError(f"{self._what} {number} is given back but was not taken")
-            self._taken.remove(number)
-            self._free.append(number)
+            if count > 1:
+                self._owners[number] = count - 1
+            else:
+                del self._owners[number]
+                self._free.append(number)
+            self.given += 1

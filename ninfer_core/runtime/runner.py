@@ -9,7 +9,8 @@ and emitted: the anchor, and forced tokens after it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,8 @@ from ..state import State
 from ..types import TokenLogprob
 from .options import PAGE
 from .pace import Pace, Pacer
-from .pool import Pool
+from .prefix import Checkpoint, Kind
+from .reuse import Reuse, Seat, chunk_ends, prompt_keys
 from .rounds import Rounds, Window
 from .sampler import RawLogprob, Sampler
 from .session import Session
@@ -33,7 +35,13 @@ Proposal = Callable[["Running", list[int]], list[int]]
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One sequence that holds a slot and pages. `target`: how many tokens prefill must put into the state."""
+    """One sequence that holds a slot and pages. `target`: how many tokens prefill must put into the state.
+
+    `ends`: where its chunks end; `wanted`: those where a checkpoint pays; `kept`: the checkpoints made of it. `keys`
+    are what the prefix cache knows the prompt by. `carry` and `behind` are hidden rows that the draft layer has not
+    seen, the one before the next chunk and those of steps without drafts. `exact`: the state has the bits of reading
+    the prompt from its start.
+    """
 
     session: Session
     sampler: Sampler
@@ -49,6 +57,12 @@ class Running:
     behind: list[Tensor] = field(default_factory=list)
     pace: Pace = field(default_factory=Pace)
     alone: bool = False
+    keys: list[Hashable] | None = None
+    ends: list[int] = field(default_factory=list)
+    wanted: dict[int, tuple[Kind, bool]] = field(default_factory=dict)
+    kept: list[Checkpoint] = field(default_factory=list)
+    base: int = 0
+    exact: bool = True
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,7 +94,8 @@ class Running:
 class Runner:
     """Runs sequences on one device. Not thread-safe: the engine's loop is its only caller.
 
-    `decorate` turns a sampler's raw log-probabilities into the public form. `proposal` replaces drafts in tests.
+    `decorate` turns a sampler's raw log-probabilities into the public form. `reuse` holds pages, slots and what was
+    kept of earlier prompts. `proposal` replaces drafts in tests.
     """
 
     def __init__(
@@ -89,8 +104,7 @@ class Runner:
         mtp: MTP | None,
         state: State,
         *,
-        slots: int,
-        pages: int,
+        reuse: Reuse,
         draft_tokens: int,
         prefill_chunk: int,
         decorate: Callable[[Sequence[RawLogprob]], list[TokenLogprob]],
@@ -107,8 +121,8 @@ class Runner:
         self._chunk = prefill_chunk
         self._decorate = decorate
         self.draft_tokens = draft_tokens if self._has_mtp else 0
-        self.pages = Pool(pages, "page")
-        self.slots = Pool(slots, "slot")
+        self.reuse = reuse
+        self.pages, self.slots = reuse.pages, reuse.slots
         self.proposal: Proposal | None = None
         self._pacer = Pacer(self.draft_tokens, enabled=adaptive)
 
@@ -119,34 +133,47 @@ class Runner:
         return -(-(prompt_tokens + limit - 1 + self.draft_tokens) // PAGE)
 
     def open(self, session: Session, sampler: Sampler) -> Running | None:
-        """Reserve what the session can need and clear its slot; None if that is not free now."""
-        prompt = session.prompt.token_ids
-        pages = self.pages.take(self.pages_for(len(prompt), session.limit))
-        if pages is None:
+        """Reserve what the session can need, resumed where its prompt is known; None if that is not free now."""
+        prompt = session.prompt
+        tokens = list(prompt.token_ids)
+        keys = prompt_keys(prompt)
+        count = self.pages_for(len(tokens), session.limit)
+        seat = self.reuse.seat(keys, len(tokens) - 1, count, session.handle.id)
+        if seat is None:
             return None
-        slots = self.slots.take(1)
-        if slots is None:
-            self.pages.give(pages)
-            return None
-        self._state.clear_slot(slots[0])
-        table = torch.tensor(pages, device=self._device)
-        return Running(session, sampler, slots[0], pages, table, list(prompt), len(prompt))
+        session.cached_tokens = seat.length
+        sequence = Running(session, sampler, seat.slot, [], torch.empty(0), tokens, len(tokens), keys=keys)
+        sequence.ends = chunk_ends(prompt.cuts, len(tokens), self._chunk)
+        sequence.wanted = self.reuse.wanted(prompt, sequence.ends) if keys is not None else {}
+        self._sit(sequence, seat)
+        return sequence
+
+    def _sit(self, sequence: Running, seat: Seat) -> None:
+        sequence.pages, sequence.slot = seat.pages, seat.slot
+        sequence.table = torch.tensor(seat.pages, device=self._device)
+        sequence.length = sequence.base = seat.length
+        sequence.carry = seat.carry
+        sequence.exact = seat.exact and (not seat.length or seat.length in sequence.ends)
 
     def close(self, sequence: Running) -> None:
         """Give the pages and the slot back. The caller ends the session."""
         self.pages.give(sequence.pages)
-        self.slots.give([sequence.slot])
+        if sequence.slot >= 0:
+            self.slots.give([sequence.slot])
         sequence.pages, sequence.slot = [], -1
 
     def scrub(self, sequence: Running) -> None:
-        """Overwrite the pages of a failed sequence: what is not a number must not wait there for the next owner."""
-        self._clear_pages(sequence.pages)
+        """After a fault: offer nothing that was made of this sequence, and overwrite the pages that are its own.
 
-    def _clear_pages(self, pages: Sequence[int]) -> None:
-        index = torch.tensor(pages, dtype=torch.int64, device=self._device)
-        for tensor in (self._state.kv_codes, self._state.kv_scales):
-            if tensor is not None:
-                tensor.index_fill_(3, index, 0)
+        What is not a number must not wait there for the next owner.
+        """
+        self._disown(sequence)
+        self._state.clear_pages([page for page in sequence.pages if self.pages.owners(page) == 1])
+
+    def _disown(self, sequence: Running) -> None:
+        for checkpoint in sequence.kept:
+            self.reuse.cache.drop(checkpoint)
+        sequence.kept = []
 
     def probe(self) -> bool:
         """Make one token in a free slot, to see whether the device still works; False if no slot or page is free.
@@ -154,7 +181,7 @@ class Runner:
         Raises whatever the model raises; FloatingPointError if the logits are not finite.
         """
         slots = self.slots.take(1)
-        pages = self.pages.take(1) if slots else None
+        pages = self.reuse.take_pages(1) if slots else None
         try:
             if not slots or not pages:
                 return False
@@ -170,22 +197,34 @@ class Runner:
             self.pages.give(pages or ())
 
     def restart(self, sequence: Running) -> None:
-        """Forget the device state and read all known tokens again: the way out when a shared call failed."""
-        self._state.clear_slot(sequence.slot)
-        sequence.length = sequence.commit = 0
-        sequence.drafts, sequence.carry, sequence.behind = [], None, []
+        """Forget the device state and read all known tokens again: the way out when a shared call failed.
+
+        Raises:
+            EngineFailedError: pages that others share with it must not be written again, and no others are free.
+        """
+        self._disown(sequence)
+        count = len(sequence.pages)
+        self.close(sequence)
+        limit = max(sequence.prompt_tokens, len(sequence.tokens) - 1) - 1
+        seat = self.reuse.seat(sequence.keys, limit, count, sequence.session.handle.id)
+        if seat is None:
+            raise EngineFailedError("a call for several requests failed, and there is no room to read this one again")
         sequence.target = max(sequence.prompt_tokens, len(sequence.tokens) - 1)
+        sequence.ends = chunk_ends(sequence.session.prompt.cuts, sequence.target, self._chunk)
+        self._sit(sequence, seat)
+        sequence.commit = 0
+        sequence.drafts, sequence.behind = [], []
         sequence.alone = True
 
     # prefill
 
     def prefill(self, sequence: Running) -> None:
-        """Read one chunk. Chunks start at multiples of the chunk size, so equal prompts give equal bits.
+        """Read one chunk. Where chunks end follows from the prompt alone, so equal prompts give equal bits.
 
         Behind the last chunk the first token is sampled and delivered.
         """
         start = sequence.length
-        end = min(start + self._chunk, sequence.target)
+        end = sequence.ends[bisect_right(sequence.ends, start)]
         hidden = self._decoder.prefill(
             self._state,
             torch.tensor(sequence.tokens[start:end], device=self._device),
@@ -197,24 +236,55 @@ class Runner:
         if end == sequence.target and len(sequence.tokens) == end:
             logits = self._decoder.logits(hidden[-1:]).cpu()
             self._emit(sequence, logits, [], drafted=None)
-        if self._has_mtp and not sequence.session.ended:
-            self._prefill_drafts(sequence, hidden, start, end)
+        if self._has_mtp:
+            self._fill_drafts(sequence, hidden)
+        if end in sequence.wanted and sequence.keys is not None and bool(hidden[-1].isfinite().all()):
+            self._keep(sequence, sequence.keys, *sequence.wanted[end])
+        if self._has_mtp and not sequence.prefilling and not sequence.session.ended:
+            self._resume_drafts(sequence)
 
-    def _prefill_drafts(self, sequence: Running, hidden: Tensor, start: int, end: int) -> None:
-        """Draft-layer rows of the chunk: each needs the token after it, so one hidden row waits for the next chunk.
-
-        The very last row, behind which the first token is known, is run as in decoding: drafts start from it.
-        """
+    def _fill_drafts(self, sequence: Running, hidden: Tensor) -> None:
+        """Draft-layer rows under the last `hidden` rows of the state: each needs the token after it, so one waits."""
         if sequence.carry is not None:
             hidden = torch.cat([sequence.carry, hidden])
-            start -= 1
         sequence.carry = hidden[-1:].clone()
+        start, end = sequence.length - hidden.shape[0], sequence.length
         if end - 1 > start:
             self._rounds.fill(sequence.place(start), sequence.tokens[start + 1 : end], hidden[:-1])
-        if not sequence.prefilling:
-            carry, sequence.carry = sequence.carry, None
-            place = sequence.place(end - 1)
-            self._propose([sequence], self._rounds.realign([place], [[sequence.tokens[end]]], carry[None], [0]))
+
+    def _resume_drafts(self, sequence: Running) -> None:
+        """The row that waited, now that the token after it is known: run as in decoding, and drafts start from it."""
+        carry, sequence.carry = sequence.carry, None
+        assert carry is not None
+        place = sequence.place(sequence.length - 1)
+        following = [[sequence.tokens[sequence.length]]]
+        self._propose([sequence], self._rounds.realign([place], following, carry[None], [0]))
+
+    # keeping
+
+    def _keep(self, sequence: Running, keys: Sequence[Hashable], kind: Kind, spare: bool = False) -> None:
+        seat = Seat(sequence.pages, sequence.slot, sequence.length, sequence.carry, sequence.exact)
+        made = self.reuse.keep(keys, seat, kind, spare)
+        if made is not None:
+            sequence.kept.append(made)
+
+    def retire(self, sequence: Running) -> None:
+        """A sequence has ended well: keep the state behind its answer, where a tool result may follow."""
+        worth = sequence.length - max([sequence.base, *(c.length for c in sequence.kept)]) >= self._chunk // 4
+        if not (self.reuse.answers and worth) or sequence.keys is None or sequence.prefilling:
+            return
+        if sequence.commit:
+            self._decoder.flush(self._state, [sequence.slot], [sequence.commit])
+            sequence.commit = 0
+        if self._has_mtp:
+            if sequence.behind:
+                rows, sequence.behind = torch.cat(sequence.behind), []
+                self._fill_drafts(sequence, rows)
+            if sequence.carry is None or not bool(sequence.carry.isfinite().all()):
+                return
+        sequence.exact = sequence.exact and sequence.length == sequence.prompt_tokens
+        keys = [*sequence.keys, *sequence.tokens[sequence.prompt_tokens : sequence.length]]
+        self._keep(sequence, keys[: sequence.length], "answer")
 
     # decoding
 
@@ -250,20 +320,26 @@ class Runner:
             if moved:
                 self._redraft([sequences[i] for i in moved], [windows[i] for i in moved], hidden[moved])
         self._pacer.measured(rows > 1, len(sequences), time.perf_counter() - began)
-        for i in live:
-            self._follow(sequences[i], hidden[i], rows, sequences[i].emitted - before[i], len(sequences))
+        for i, sequence in enumerate(sequences):
+            if sequence not in faults:
+                self._follow(sequence, hidden[i], rows, sequence.emitted - before[i], len(sequences))
         return faults
 
     def _follow(self, sequence: Running, hidden: Tensor, rows: int, tokens: int, group: int) -> None:
-        """Keep what the draft layer has not seen of a step without drafts; let it catch up when drafting resumes."""
-        if not self._may_draft(sequence):
+        """Keep what the draft layer has not seen: of a step without drafts, and of the last one.
+
+        It catches up when drafting resumes, or when the state is kept.
+        """
+        if not self._has_mtp:
             return
-        if rows == 1:
+        if sequence.commit and (rows == 1 or sequence.session.ended):
             sequence.behind.append(hidden[: sequence.commit].clone())
+        if sequence.session.ended or not self._may_draft(sequence):
+            return
         if self._pacer.update(sequence.pace, tokens, group):
-            rows_behind = torch.cat(sequence.behind)
-            sequence.behind = []
-            self._prefill_drafts(sequence, rows_behind, sequence.length - rows_behind.shape[0], sequence.length)
+            rows_behind, sequence.behind = torch.cat(sequence.behind), []
+            self._fill_drafts(sequence, rows_behind)
+            self._resume_drafts(sequence)
 
     def _advance(self, sequence: Running, window: Window, logits: Tensor) -> None:
         """Sample behind the known tokens of the window, deliver, and move the cursor to what was kept."""

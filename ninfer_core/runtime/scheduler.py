@@ -32,6 +32,7 @@ class Totals:
     cancelled: int = 0
     refused: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -42,6 +43,7 @@ class Totals:
         """Add a request that has ended."""
         usage = session.usage
         self.prompt_tokens += usage.prompt_tokens if session.started else 0
+        self.cached_tokens += usage.cached_tokens
         self.completion_tokens += usage.completion_tokens
         self.drafted_tokens += usage.drafted_tokens
         self.accepted_tokens += usage.accepted_tokens
@@ -124,16 +126,16 @@ class Scheduler:
             totals = replace(self.totals)
             for sequence in ended:
                 totals.count(sequence.session)
-            pages, slots = self._runner.pages, self._runner.slots
-            pages_free = pages.free + sum(len(sequence.pages) for sequence in ended)
+            reuse = self._runner.reuse.stats()
+            reuse["slots_free"] += len(ended)
+            # What an ended one shares with the cache becomes free once the loop has let it go.
+            owners = self._runner.reuse.pages.owners
+            reuse["pages_free"] += sum(owners(page) == 1 for sequence in ended for page in sequence.pages)
             return {
                 "running": len(sequences) - len(ended),
                 "waiting": len(self._waiting),
-                "pages_free": pages_free,
-                "pages_total": pages.size,
-                "kv_cache_usage": 1 - pages_free / pages.size,
-                "slots_free": slots.free + len(ended),
-                "slots_total": slots.size,
+                **reuse,
+                "kv_cache_usage": 1 - reuse["pages_free"] / reuse["pages_total"],
                 **asdict(totals),
             }
 
@@ -228,7 +230,7 @@ class Scheduler:
             self._fault(sequence, error)
             return
         if sequence.session.ended:
-            self._release(sequence)
+            self._retire(sequence)
         elif not sequence.prefilling:
             with self._lock:
                 self._prefilling.remove(sequence)
@@ -251,7 +253,7 @@ class Scheduler:
                 if sequence in faults:
                     self._fault(sequence, faults[sequence])
                 elif sequence.session.ended:
-                    self._release(sequence)
+                    self._retire(sequence)
 
     def _shared_fault(self, group: Sequence[Running], error: Exception) -> None:
         """A call for several sequences failed: read each again and run it alone, so that only the guilty one fails.
@@ -268,10 +270,25 @@ class Scheduler:
             if sequence.session.ended:
                 self._release(sequence)
                 continue
-            self._runner.restart(sequence)
+            try:
+                self._runner.restart(sequence)
+            except NinferError as lost:
+                self._fail(sequence.session, lost)
+                self._release(sequence)
+                continue
             with self._lock:
                 self._decoding.remove(sequence)
                 self._prefilling.append(sequence)
+
+    def _retire(self, sequence: Running) -> None:
+        """A sequence has ended by itself. Its events are out; keeping its state must not undo that."""
+        try:
+            self._runner.retire(sequence)
+        except Exception as error:
+            self.suspect = True
+            log.error("the state of request %s could not be kept", sequence.session.handle.id, exc_info=error)
+            self._runner.scrub(sequence)
+        self._release(sequence)
 
     def _fault(self, sequence: Running, error: Exception) -> None:
         self.suspect = self.suspect or not isinstance(error, NinferError)

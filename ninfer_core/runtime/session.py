@@ -26,6 +26,18 @@ class Prompt(Protocol):
     def thinking(self) -> bool:
         """The output begins inside a think block."""
 
+    @property
+    def media(self) -> Sequence[object]:
+        """Images and videos."""
+
+    @property
+    def checkpoints(self) -> Sequence[int]:
+        """Numbers of leading tokens after which a state is worth keeping, ascending."""
+
+    @property
+    def cuts(self) -> Sequence[int]:
+        """Numbers of leading tokens at which a chunk may end besides, ascending; `checkpoints` are among them."""
+
 
 class OutputMachine(Protocol):
     """What a session needs of the text machine (`frontend.output`)."""

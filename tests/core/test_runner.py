@@ -19,7 +19,7 @@ PROMPT = tuple((i * 37) % 250 for i in range(100))
 
 @pytest.fixture(scope="module")
 def engine():
-    with tiny_engine(draft_tokens=3, max_sequences=2, context_length=256) as engine:
+    with tiny_engine(draft_tokens=3, max_sequences=2, context_length=256, prefix_cache=False) as engine:
         yield engine
 
 
@@ -76,7 +76,7 @@ def test_prefill_goes_by_fixed_chunks(engine, runner):
 
 def test_chunk_size_must_be_whole_blocks():
     with pytest.raises(ValueError, match="multiple of 64"):
-        Runner(None, None, None, slots=1, pages=1, draft_tokens=0, prefill_chunk=96, decorate=list)
+        Runner(None, None, None, reuse=None, draft_tokens=0, prefill_chunk=96, decorate=list)
 
 
 def test_the_cursor_follows_what_was_kept(engine, runner):

@@ -1,0 +1,232 @@
+"""Seats for sequences, and prompts that were read before: the prefix cache with the device memory behind it.
+
+A prompt is read in chunks whose ends follow from its own tokens: multiples of the chunk size, and the ends of the
+system turn and of assistant headers. A prompt that goes on where an earlier one ended has the same ends up to there, so
+a state that was kept at such an end has the bits that reading the whole prompt anew would give.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..state import State
+from .options import PAGE
+from .pool import Pool
+from .prefix import Checkpoint, Keys, Kind, Match, PrefixCache
+from .session import Prompt
+
+log = logging.getLogger("ninfer.engine")
+LADDER = 8
+"""Chunks between the checkpoints inside a long prompt, at least."""
+_NOTHING = Match(None, 0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a sequence runs with: its pages and its slot.
+
+    `length`: tokens in the state. `carry`: the hidden row of the last one, which the draft layer waits for. `exact`:
+    what is there has the bits of reading it anew.
+    """
+
+    pages: list[int]
+    slot: int
+    length: int = 0
+    carry: Any = None
+    exact: bool = True
+
+
+def prompt_keys(prompt: Prompt) -> list[Hashable] | None:
+    """The keys of a prompt's positions; None where its content cannot be told from its tokens (media)."""
+    return None if prompt.media else list(prompt.token_ids)
+
+
+def chunk_ends(cuts: Sequence[int], target: int, chunk: int) -> list[int]:
+    """Where the chunks of a prompt of `target` tokens end, ascending.
+
+    Multiples of `chunk`, and those of `cuts` that make no piece shorter than a quarter of it behind the end before.
+    Whether a cut counts depends on what lies before it alone, so a longer prompt with the same beginning agrees.
+    """
+    ends = set(range(chunk, target, chunk))
+    last = 0
+    for cut in cuts:
+        if cut < target and cut - max(last, cut - cut % chunk) >= chunk // 4:
+            ends.add(cut)
+            last = cut
+    return sorted({*ends, target})
+
+
+class Reuse:
+    """Hands out slots and pages, and keeps states for prompts to come.
+
+    Args:
+        state: the device state: `slots` for sequences come first in it, then `checkpoints` for the cache.
+        chunk: prompt tokens per chunk.
+        answers: keep states behind answers too. They were made by decoding: what resumes there has the values, not
+            always the last bits, of a run that reads the same tokens as a prompt.
+        describe: the text of keys, for the log.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        slots: int,
+        pages: int,
+        checkpoints: int,
+        chunk: int,
+        answers: bool = True,
+        describe: Callable[[Sequence[Hashable]], str] = str,
+    ) -> None:
+        self._state = state
+        self._chunk = chunk
+        self._describe = describe
+        self.pages = Pool(pages, "page")
+        self.slots = Pool(slots, "slot")
+        self.saves = Pool(checkpoints, "checkpoint slot", first=slots)
+        self.cache = PrefixCache(self.pages, self.saves)
+        self.enabled = checkpoints > 0
+        self.answers = answers and self.enabled
+        self._refused: tuple[object, int, int] | None = None
+        self.queries = self.hits = 0
+
+    # seats
+
+    def take_pages(self, count: int, spared: Checkpoint | None = None) -> list[int] | None:
+        """Take pages, giving up checkpoints for them if need be; None, and nothing lost, if that would not do."""
+        if self.pages.free < count:
+            if self.pages.free + self.cache.reclaimable(spared) < count:
+                return None
+            while self.pages.free < count and self.cache.evict(spared):
+                pass
+        return self.pages.take(count)
+
+    def seat(self, keys: Keys | None, limit: int, count: int, name: str) -> Seat | None:
+        """A slot and `count` pages, resumed at the deepest checkpoint among the first `limit` keys; None if not free.
+
+        `name`: the request's, for the log.
+        """
+        if not self.slots.free:
+            return None
+        asked = (name, self.pages.given, self.pages.free)
+        if asked == self._refused:
+            return None  # nothing has changed since
+        match = self.cache.match(keys, limit) if self.enabled and keys is not None else _NOTHING
+        seat = self._resume(match.checkpoint, count) if match.checkpoint is not None else None
+        if seat is None:
+            pages = self.take_pages(count)
+            if pages is None:
+                self._refused = asked
+                return None
+            (slot,) = self.slots.take(1) or ()
+            self._state.clear_slot(slot)
+            seat = Seat(pages, slot)
+        if self.enabled and keys is not None:
+            self._note(keys, match, seat, name)
+        return seat
+
+    def _resume(self, found: Checkpoint, count: int) -> Seat | None:
+        """A seat at a checkpoint: whole pages shared, the last one copied, or taken over where no page is left."""
+        whole, last = found.pages[:-1], found.pages[-1]
+        self.pages.share(whole)
+        fresh = self.take_pages(count - len(whole), found)
+        taken_over = fresh is None and self.pages.owners(last) == 1
+        if taken_over:
+            fresh = self.take_pages(count - len(found.pages), found)
+        if fresh is None:
+            self.pages.give(whole)
+            return None
+        (slot,) = self.slots.take(1) or ()
+        seat = Seat([], slot, found.length, found.carry, found.exact)
+        self._state.copy_slot(found.slot, slot)
+        self.cache.use(found)
+        if taken_over:
+            self.pages.share([last])
+            self.cache.drop(found)
+            fresh.insert(0, last)
+        else:
+            self._state.copy_page(last, fresh[0])
+        seat.pages.extend((*whole, *fresh))
+        return seat
+
+    def _note(self, keys: Keys, match: Match, seat: Seat, name: str) -> None:
+        """Count and log what was found; where much is read again, why."""
+        self.queries += 1
+        self.hits += seat.length > 0
+        parts = [f"{name}: {seat.length:,} of {len(keys):,} prompt tokens from the cache"]
+        if not seat.exact:
+            parts.append("a state made by decoding, equal within rounding")
+        if len(keys) - seat.length > self._chunk and len(self.cache):
+            where = match.common
+            parts.append(f"the first {where:,} are known")
+            if match.instead:
+                before = self._describe(keys[max(0, where - 12) : where])
+                parts.append(
+                    f"behind {before!r} the nearest known prompt has {self._describe(match.instead[:12])!r}, "
+                    f"this one {self._describe(keys[where : where + 12])!r}"
+                )
+        log.info("%s", "; ".join(parts))
+
+    # keeping
+
+    def wanted(self, prompt: Prompt, ends: Sequence[int]) -> dict[int, tuple[Kind, bool]]:
+        """Chunk ends of a prompt where a checkpoint pays: its kind, and whether a later one makes it a spare."""
+        if not self.enabled:
+            return {}
+        made: dict[int, tuple[Kind, bool]] = {}
+
+        def last_end(limit: int) -> int:
+            at = bisect_left(ends, limit + 1) - 1
+            return ends[at] if at >= 0 else 0
+
+        target = ends[-1]
+        turn = last_end(min(prompt.cuts[-1] if prompt.cuts else target, target - 1))
+        step = LADDER * self._chunk
+        while target // step > max(1, self.saves.size // 4):
+            step *= 2
+        for end in range(step, turn, step):
+            made[end] = ("ladder", True)
+        made[turn] = ("turn", False)
+        for end in prompt.checkpoints:
+            if not prompt.cuts or end != prompt.cuts[-1]:
+                made[last_end(end)] = ("system", False)
+        made.pop(0, None)
+        return made
+
+    def keep(self, keys: Keys, seat: Seat, kind: Kind, spare: bool = False) -> Checkpoint | None:
+        """Keep the state in a seat's slot, which holds `seat.length` positions and no window. None: not worth it."""
+        if self.cache.has(keys, seat.length):
+            return None
+        slot = self.cache.admit(keys, seat.length)
+        if slot is None:
+            return None
+        try:
+            self._state.copy_slot(seat.slot, slot)
+        except BaseException:
+            self.saves.give([slot])
+            raise
+        pages = tuple(seat.pages[: (seat.length - 1) // PAGE + 1])
+        self.pages.share(pages)
+        made = Checkpoint(seat.length, slot, pages, kind, seat.exact, seat.carry, passed=spare)
+        self.cache.insert(keys, made)
+        return made
+
+    def stats(self) -> dict[str, int]:
+        """Gauges and counters. Free pages include those that only the cache holds: a request gets them."""
+        cached = self.cache.reclaimable()
+        return {
+            "pages_free": self.pages.free + cached,
+            "pages_total": self.pages.size,
+            "pages_cached": cached,
+            "slots_free": self.slots.free,
+            "slots_total": self.slots.size,
+            "checkpoints": len(self.cache),
+            "checkpoints_total": self.saves.size,
+            "checkpoints_evicted": self.cache.evicted,
+            "prefix_queries": self.queries,
+            "prefix_hits": self.hits,
+        }
