@@ -15,6 +15,8 @@ from typing import Any, Literal
 from .pool import Pool
 
 Keys = Sequence[Hashable]
+PROTECTED = 16_384
+"""Most tokens that count for a checkpoint: even the longest conversation that nobody goes on with makes room."""
 Kind = Literal["system", "turn", "answer", "ladder"]
 """Where a checkpoint lies: behind the system turn; where the next turn can first differ; behind an answer; between."""
 
@@ -120,7 +122,7 @@ class PrefixCache:
     def admit(self, keys: Keys, length: int) -> int | None:
         """A slot for a checkpoint at this position; None if all others are worth more. It belongs to the caller."""
         before = self.match(keys[:length], length - 1).checkpoint
-        gain = length - (before.length if before is not None else 0)
+        gain = min(length - (before.length if before is not None else 0), PROTECTED)
         if not self._slots.free and self._held:
             passed, score, worst = self._worst(None)
             if not passed and score > self._clock + gain:
@@ -176,9 +178,9 @@ class PrefixCache:
     # giving up
 
     def reclaimable(self, spared: Checkpoint | None = None) -> int:
-        """Pages that would be free without the checkpoints, `spared` excepted."""
+        """Pages that would be free without the checkpoints, `spared` excepted. May be asked from any thread."""
         counts: dict[int, int] = {}
-        for checkpoint in self._held:
+        for checkpoint in tuple(self._held):
             if checkpoint is not spared:
                 for page in checkpoint.pages:
                     counts[page] = counts.get(page, 0) + 1
@@ -243,9 +245,9 @@ class PrefixCache:
         node = checkpoint.node.parent if checkpoint.node is not None else None
         while node is not None:
             if node.checkpoint is not None and (idle or not self._idle(node.checkpoint)):
-                return checkpoint.length - node.length
+                return min(checkpoint.length - node.length, PROTECTED)
             node = node.parent
-        return checkpoint.length
+        return min(checkpoint.length, PROTECTED)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:

@@ -160,8 +160,8 @@ class Reuse:
         parts = [f"{name}: {seat.length:,} of {len(keys):,} prompt tokens from the cache"]
         if not seat.exact:
             parts.append("a state made by decoding, equal within rounding")
-        if len(keys) - seat.length > self._chunk and len(self.cache):
-            where = match.common
+        where = match.common
+        if len(keys) - seat.length > self._chunk and len(self.cache) and (match.instead or where > seat.length):
             parts.append(f"the first {where:,} are known")
             if match.instead:
                 before = self._describe(keys[max(0, where - 12) : where])

@@ -1,0 +1,229 @@
+"""A model whose state is a hash of its tokens: it finds any page, slot or cursor that is wrong, at once, at any scale.
+
+The hidden row of a token is the hash of the sequence up to it. Pages hold token and hash of every row, a slot holds the
+hash and the length, so every call can check that what it was given is the sequence it claims to be. The next token is a
+function of the hash, and the draft layer computes the same function: with the right hidden row and the right next
+token it is always right.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ninfer_core.runtime.handle import RequestHandle
+from ninfer_core.runtime.reuse import Reuse
+from ninfer_core.runtime.runner import Runner
+from ninfer_core.runtime.sampler import Sampler
+from ninfer_core.runtime.scheduler import Scheduler
+from ninfer_core.runtime.session import Session
+from ninfer_core.runtime.validation import SamplingParams
+from ninfer_core.testing import ScriptedEngine
+from ninfer_core.types import Request
+
+PAGE, TOKENS, PRIME = 64, 250, 2**31 - 1
+FRONTEND = ScriptedEngine("").frontend
+VOCAB = FRONTEND.tokenizer.addressable
+
+
+def step(value: int, token: int) -> int:
+    return (value * 48271 + token + 1) % PRIME
+
+
+def following(value: int) -> int:
+    return (value >> 5) % TOKENS
+
+
+def answer(prompt, count: int) -> list[int]:
+    """What the model says after a prompt."""
+    value, out = 0, []
+    for token in prompt:
+        value = step(value, token)
+    for _ in range(count):
+        out.append(following(value))
+        value = step(value, out[-1])
+    return out
+
+
+class HashState:
+    """Pages of (token, hash) of the trunk and (hash, next token) of the draft layer; slots of (hash, length, window)."""
+
+    def __init__(self, slots: int, pages: int) -> None:
+        self.trunk = np.full((pages, PAGE, 2), -1)
+        self.draft = np.full((pages, PAGE, 2), -1)
+        self.slots = [None] * slots
+
+    def copy_slot(self, source, target):
+        value, length, window = self.slots[source]
+        self.slots[target] = (value, length, list(window))
+
+    def clear_slot(self, slot):
+        self.slots[slot] = (0, 0, [])
+
+    def copy_page(self, source, target):
+        self.trunk[target], self.draft[target] = self.trunk[source], self.draft[source]
+
+    def clear_pages(self, pages):
+        self.trunk[list(pages)] = self.draft[list(pages)] = -1
+
+    def rows(self, pages, table, count):
+        """The first `count` rows of a sequence."""
+        return pages[np.asarray(table)].reshape(-1, 2)[:count]
+
+    def write(self, pages, table, start, rows):
+        at = np.arange(start, start + len(rows))
+        pages[np.asarray(table)[at // PAGE], at % PAGE] = rows
+
+    def check(self, slot, table, length):
+        """The slot holds `length` tokens, and so do the pages: the same ones."""
+        value, count, _ = self.slots[slot]
+        assert count == length, f"the state has {count} tokens, the caller says {length}"
+        rows = self.rows(self.trunk, table, length)
+        assert (rows[:, 0] >= 0).all()
+        before = np.concatenate(([0], rows[:-1, 1])) if length else rows[:, 1]
+        assert (rows[:, 1] == (before * 48271 + rows[:, 0] + 1) % PRIME).all(), "pages of different sequences"
+        assert value == (rows[-1, 1] if length else 0), "state and pages of different sequences"
+
+    def check_draft(self, table, length):
+        """Every draft-layer row before `length` belongs to this sequence."""
+        trunk, draft = self.rows(self.trunk, table, length + 1), self.rows(self.draft, table, length)
+        assert (draft[:, 0] == trunk[:length, 1]).all() and (draft[:-1, 1] == trunk[1:length, 0]).all()
+
+
+class HashDecoder:
+    def _run(self, state, tokens, start, table, value):
+        rows = []
+        for token in tokens:
+            value = step(value, token)
+            rows.append((token, value))
+        state.write(state.trunk, table, start, rows)
+        return [value for _, value in rows]
+
+    def prefill(self, state, tokens, slot, start, table):
+        state.check(slot, table, start)
+        value, length, window = state.slots[slot]
+        assert not window, "a prompt chunk with a window pending"
+        hidden = self._run(state, tokens.tolist(), start, table, value)
+        state.slots[slot] = (hidden[-1], length + len(hidden), [])
+        return torch.tensor(hidden)[:, None]
+
+    def flush(self, state, slots, commit):
+        for slot, count in zip(slots, commit, strict=True):
+            value, length, window = state.slots[slot]
+            for token in window[:count]:
+                value = step(value, token)
+            state.slots[slot] = (value, length + count, [])
+
+    def verify(self, state, tokens, slots, lengths, commit, tables, rope_delta):
+        assert len(set(slots)) == len(slots)
+        self.flush(state, slots, commit)
+        out = []
+        for i, slot in enumerate(slots):
+            state.check(slot, tables[i], lengths[i])
+            value, length, _ = state.slots[slot]
+            row = tokens[i].tolist()
+            out.append(self._run(state, row, lengths[i], tables[i], value))
+            state.slots[slot] = (value, length, row)
+        return torch.tensor(out)[:, :, None]
+
+    def logits(self, hidden):
+        made = torch.zeros(*hidden.shape[:-1], VOCAB)
+        best = torch.tensor([following(v) for v in hidden.flatten().tolist()]).view(hidden.shape)
+        return made.scatter_(-1, best, 1.0)
+
+
+class HashMTP:
+    def prefill(self, state, tokens, hidden, start, table):
+        rows = list(zip(hidden[:, 0].tolist(), tokens.tolist(), strict=True))
+        state.check_draft(table, start)
+        state.write(state.draft, table, start, rows)
+
+    def rows(self, state, tokens, hidden, slots, starts, tables, rope_delta, only=None):
+        out = []
+        for i, start in enumerate(starts):
+            rows = list(zip(hidden[i, :, 0].tolist(), tokens[i].tolist(), strict=True))
+            if only is not None:  # realignment: everything before is final
+                state.check_draft(tables[i], start)
+            state.write(state.draft, tables[i], start, rows)
+            made = [step(*row) for row in rows]
+            out.append(made if only is None else [made[only[i]]])
+        return torch.tensor(out)[:, :, None]
+
+    def draft(self, hidden):
+        return torch.tensor([following(v) for v in hidden.flatten().tolist()])
+
+
+class Machine:
+    """Runner and scheduler over the hash model, stepped by hand."""
+
+    def __init__(self, *, slots=3, pages=60, checkpoints=6, drafts=3, chunk=64, **options):
+        self.state = HashState(slots + checkpoints, pages)
+        self.reuse = Reuse(self.state, slots=slots, pages=pages, checkpoints=checkpoints, chunk=chunk, **options)
+        mtp = HashMTP() if drafts else None
+        self.runner = Runner(HashDecoder(), mtp, self.state, reuse=self.reuse, draft_tokens=drafts,
+                             prefill_chunk=chunk, decorate=list, adaptive=False)  # fmt: skip
+        self.scheduler = Scheduler(self.runner, max_sequences=slots, max_queue=1000)
+        self.tokens, self.restarted = {}, set()
+        close = self.runner.close
+
+        def record(sequence):
+            self.tokens[sequence.session.handle.id] = sequence.tokens[sequence.prompt_tokens :]
+            if sequence.alone:
+                self.restarted.add(sequence.session.handle.id)
+            close(sequence)
+
+        self.runner.close = record
+
+    def submit(self, prompt, tokens=8, **fields):
+        request = Request(prompt=tuple(prompt), max_tokens=tokens, ignore_eos=True, **fields)
+        prepared = FRONTEND.prepare(request)
+        handle = RequestHandle(request, on_cancel=self.scheduler.notify)
+        session = Session(handle, prepared, FRONTEND.machine(request, prepared), limit=tokens, seed=0)
+        self.scheduler.enqueue(session, Sampler(SamplingParams(temperature=0.0, seed=0), addressable=VOCAB))
+        handle.session = session
+        return handle
+
+    def run(self, *handles):
+        while not all(handle.done for handle in handles):
+            self.scheduler.step()
+        return [self.tokens[handle.id] for handle in handles]
+
+    def ask(self, prompt, tokens=8, **fields):
+        """Run one request alone; `(tokens, usage)`."""
+        handle = self.submit(prompt, tokens, **fields)
+        (made,) = self.run(handle)
+        if handle.error is not None:
+            raise handle.error
+        return made, handle.session.usage
+
+    def audit(self):
+        """Every page and slot has exactly the owners that there are, and every checkpoint holds what it says."""
+        scheduler, cache = self.scheduler, self.reuse.cache
+        running = [*scheduler._prefilling, *scheduler._decoding]
+        owners = {}
+        for pages in [s.pages for s in running] + [c.pages for c in cache.checkpoints]:
+            for page in pages:
+                owners[page] = owners.get(page, 0) + 1
+        assert owners == self.reuse.pages._owners
+        assert {s.slot for s in running} == set(self.reuse.slots._owners)
+        assert {c.slot for c in cache.checkpoints} == set(self.reuse.saves._owners)
+        for c in cache.checkpoints:
+            self.state.check(c.slot, c.pages, c.length)
+            assert not self.state.slots[c.slot][2], "a checkpoint with a window pending"
+            assert tuple(path(c)) == tuple(self.state.rows(self.state.trunk, c.pages, c.length)[:, 0])
+            if self.runner.draft_tokens:
+                self.state.check_draft(c.pages, c.length - 1)
+                assert c.carry.item() == self.state.slots[c.slot][0]
+        for i, sequence in enumerate(running):  # nobody writes where another may look
+            for other in running[:i]:
+                first = min(sequence.length, other.length) // PAGE
+                assert not set(sequence.pages[first + 1 :]) & set(other.pages[first + 1 :])
+
+
+def path(checkpoint):
+    """The keys from the root of the tree to a checkpoint."""
+    node, parts = checkpoint.node, []
+    while node is not None:
+        parts.append(node.edge)
+        node = node.parent
+    return [key for edge in reversed(parts) for key in edge]
