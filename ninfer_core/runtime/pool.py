@@ -35,6 +35,17 @@ class Pool:
         self._owners.update(dict.fromkeys(taken, 1))
         return taken
 
+    def one(self) -> int:
+        """Take one number.
+
+        Raises:
+            ValueError: none is free.
+        """
+        taken = self.take(1)
+        if taken is None:
+            raise ValueError(f"no {self._what} of {self.size} is free")
+        return taken[0]
+
     def share(self, numbers: Iterable[int]) -> None:
         """Become one more owner of numbers that are held.
 

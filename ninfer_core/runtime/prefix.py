@@ -129,8 +129,7 @@ class PrefixCache:
                 self._clock += gain  # a newcomer that was refused makes the next one likelier
                 return None
             self._give_up(passed, score, worst)
-        taken = self._slots.take(1)
-        return None if taken is None else taken[0]
+        return self._slots.one() if self._slots.free else None
 
     def insert(self, keys: Keys, checkpoint: Checkpoint) -> None:
         """Offer a checkpoint whose slot and pages are written. The slot and one reference to each page are its own.

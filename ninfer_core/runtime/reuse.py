@@ -80,7 +80,7 @@ class Reuse:
         checkpoints: int,
         chunk: int,
         answers: bool = True,
-        describe: Callable[[Sequence[Hashable]], str] = str,
+        describe: Callable[[Sequence[Any]], str] = str,
     ) -> None:
         self._state = state
         self._chunk = chunk
@@ -122,7 +122,7 @@ class Reuse:
             if pages is None:
                 self._refused = asked
                 return None
-            (slot,) = self.slots.take(1) or ()
+            slot = self.slots.one()
             self._state.clear_slot(slot)
             seat = Seat(pages, slot)
         if self.enabled and keys is not None:
@@ -140,7 +140,7 @@ class Reuse:
         if fresh is None:
             self.pages.give(whole)
             return None
-        (slot,) = self.slots.take(1) or ()
+        slot = self.slots.one()
         seat = Seat([], slot, found.length, found.carry, found.exact)
         self._state.copy_slot(found.slot, slot)
         self.cache.use(found)

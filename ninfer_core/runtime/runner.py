@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -147,6 +147,19 @@ class Runner:
         sequence.wanted = self.reuse.wanted(prompt, sequence.ends) if keys is not None else {}
         self._sit(sequence, seat)
         return sequence
+
+    def awaits(self, session: Session, others: Iterable[Running]) -> bool:
+        """Whether one of these is about to keep a state that this session can resume from: its prompt begins the same.
+
+        Waiting for that costs no time, as prompts are read one chunk after the other, and saves the reading.
+        """
+        keys = prompt_keys(session.prompt)
+        return keys is not None and any(
+            other.length < end < len(keys) and keys[:end] == other.keys[:end]
+            for other in others
+            if other.keys is not None
+            for end in other.wanted
+        )
 
     def _sit(self, sequence: Running, seat: Seat) -> None:
         sequence.pages, sequence.slot = seat.pages, seat.slot

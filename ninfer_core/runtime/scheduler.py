@@ -193,9 +193,14 @@ class Scheduler:
             self._fail(session, error)
 
     def _admit(self) -> None:
-        """Start waiting requests in order while a slot and their pages are free; none overtakes the first."""
+        """Start waiting requests in order while a slot and their pages are free; none overtakes the first.
+
+        One whose prompt is just being read for another waits until that state is kept.
+        """
         while self._waiting and len(self._prefilling) + len(self._decoding) < self._max_sequences:
             session, sampler = self._waiting[0]
+            if self._runner.awaits(session, self._prefilling):
+                return
             try:
                 sequence = self._runner.open(session, sampler)
             except Exception as error:

@@ -309,6 +309,23 @@ def test_a_shared_page_is_not_written_by_two():
         assert handle.session.usage.cached_tokens == 119
 
 
+def test_equal_beginnings_that_come_at_once_are_read_once():
+    """Three choices of one prompt, and another prompt behind the same system text."""
+    machine = Machine(slots=4, pages=80)
+    prompt = text(300)
+    handles = [machine.submit(p, 10) for p in (prompt, prompt, prompt, (*text(290), 1, 2, 3))]
+    machine.run(*handles)
+    for handle in handles:
+        assert machine.tokens[handle.id] == answer(handle.request.prompt, 10)
+    assert [h.session.usage.cached_tokens for h in handles] == [0, 256, 256, 256]
+    assert machine.scheduler.totals.chunks == 5 + 3
+    first, second = machine.submit(text(400, seed=3), 10), machine.submit(text(400, seed=3), 10)
+    machine.scheduler.step()
+    first.cancel()  # what was waited for does not come
+    machine.run(second)
+    assert machine.tokens[second.id] == answer(second.request.prompt, 10)
+
+
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_cancelled_request_leaves_only_what_is_true(after):
     """Cancelled in the queue, in prefill and in decoding; then A, B, A."""
