@@ -50,7 +50,15 @@ def test_random_requests_equal_solo_runs_and_leave_nothing(drafts, pages, checkp
             raise RuntimeError("a device fault")
         return verify(*args)
 
-    machine.runner._decoder.verify = unsteady
+    logits = machine.runner._decoder.logits
+
+    def poisoned(hidden):
+        made = logits(hidden)
+        if rng.random() < 0.01:
+            made.flatten(0, -2)[0] = float("nan")  # of the first sequence alone
+        return made
+
+    machine.runner._decoder.verify, machine.runner._decoder.logits = unsteady, poisoned
     live, ended = [], {"done": 0, "cancelled": 0, "failed": 0}
     submitted = cached = 0
     while submitted < REQUESTS or live:
@@ -87,7 +95,7 @@ def test_random_requests_equal_solo_runs_and_leave_nothing(drafts, pages, checkp
     assert (stats["pages_free"], stats["slots_free"]) == (stats["pages_total"], stats["slots_total"])
     assert stats["checkpoints"] <= checkpoints and stats["checkpoints_evicted"] > 20
     assert cached > 5000 and ended["done"] > REQUESTS * 0.6 and ended["cancelled"] > 10
-    assert ended["failed"] < REQUESTS * 0.1
+    assert 5 < ended["failed"] < REQUESTS * 0.15
     machine.reuse.cache.clear()
     assert machine.reuse.pages.free == pages and machine.reuse.saves.free == checkpoints
     assert not machine.reuse.cache._root.children
