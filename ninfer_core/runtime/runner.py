@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -148,12 +148,12 @@ class Runner:
         self._sit(sequence, seat)
         return sequence
 
-    def awaits(self, session: Session, others: Iterable[Running]) -> bool:
+    def awaits(self, session: Session, others: Collection[Running]) -> bool:
         """Whether one of these is about to keep a state that this session can resume from: its prompt begins the same.
 
         Waiting for that costs no time, as prompts are read one chunk after the other, and saves the reading.
         """
-        keys = prompt_keys(session.prompt)
+        keys = prompt_keys(session.prompt) if self.reuse.enabled and others else None
         return keys is not None and any(
             other.length < end < len(keys) and keys[:end] == other.keys[:end]
             for other in others
