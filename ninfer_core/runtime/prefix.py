@@ -8,7 +8,8 @@ still waits for. Host side only: which slots and pages those are, not what is in
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -176,13 +177,15 @@ class PrefixCache:
 
     # giving up
 
-    def reclaimable(self, spared: Checkpoint | None = None) -> int:
-        """Pages that would be free without the checkpoints, `spared` excepted. May be asked from any thread."""
-        counts: dict[int, int] = {}
+    def reclaimable(self, spared: Checkpoint | None = None, leaving: Iterable[int] = ()) -> int:
+        """Pages that would be free without the checkpoints, `spared` excepted. May be asked from any thread.
+
+        `leaving`: pages about to be given back, once for each owner; they count as free where nobody else holds them.
+        """
+        counts = Counter(leaving)
         for checkpoint in tuple(self._held):
             if checkpoint is not spared:
-                for page in checkpoint.pages:
-                    counts[page] = counts.get(page, 0) + 1
+                counts.update(checkpoint.pages)
         return sum(self._pages.owners(page) == count for page, count in counts.items())
 
     def evict(self, spared: Checkpoint | None = None) -> bool:

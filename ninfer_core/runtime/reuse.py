@@ -215,13 +215,15 @@ class Reuse:
         self.cache.insert(keys, made)
         return made
 
-    def stats(self) -> dict[str, int]:
-        """Gauges and counters. Free pages include those that only the cache holds: a request gets them."""
-        cached = self.cache.reclaimable()
+    def stats(self, leaving: Sequence[int] = ()) -> dict[str, int]:
+        """Gauges and counters. Free pages include those that only the cache holds: a request gets them.
+
+        `leaving`: pages of sequences that have ended and are about to give them back.
+        """
         return {
-            "pages_free": self.pages.free + cached,
+            "pages_free": self.pages.free + self.cache.reclaimable(leaving=leaving),
             "pages_total": self.pages.size,
-            "pages_cached": cached,
+            "pages_cached": self.cache.reclaimable(),
             "slots_free": self.slots.free,
             "slots_total": self.slots.size,
             "checkpoints": len(self.cache),

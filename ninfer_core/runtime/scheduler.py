@@ -126,11 +126,8 @@ class Scheduler:
             totals = replace(self.totals)
             for sequence in ended:
                 totals.count(sequence.session)
-            reuse = self._runner.reuse.stats()
+            reuse = self._runner.reuse.stats([page for sequence in ended for page in sequence.pages])
             reuse["slots_free"] += len(ended)
-            # What an ended one shares with the cache becomes free once the loop has let it go.
-            owners = self._runner.reuse.pages.owners
-            reuse["pages_free"] += sum(owners(page) == 1 for sequence in ended for page in sequence.pages)
             return {
                 "running": len(sequences) - len(ended),
                 "waiting": len(self._waiting),
