@@ -345,7 +345,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(exits.TERMINATED)
 
 
-def _program(argv: list[str]) -> typer.Typer:
+def program(argv: list[str]) -> typer.Typer:
     """The app, with `serve` and the completion options only where they can matter: they take half a second to parse."""
     first = argv[0] if argv else "--help"
     plain = not first.startswith("-") and "_NINFER_COMPLETE" not in os.environ
@@ -370,7 +370,7 @@ def main(argv: list[str] | None = None, *, loader: Any = None) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
-        _program(sys.argv[1:] if argv is None else argv)(args=argv, obj=loader, prog_name="ninfer")
+        program(sys.argv[1:] if argv is None else argv)(args=argv, obj=loader, prog_name="ninfer")
     except KeyboardInterrupt:
         sys.exit(exits.INTERRUPTED)
     except OSError as error:

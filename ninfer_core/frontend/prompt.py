@@ -410,8 +410,8 @@ class Frontend:
             return text, []
         if self.media is None:
             raise UnsupportedError(
-                f"the request has {len(media)} images or videos, but this engine "
-                "does not read images or videos yet; send text only",
+                f"the request has {len(media)} images or videos, but there is no "
+                "vision yet: this engine reads no images or videos; send text only",
                 param="messages",
             )
         found = list(_MEDIUM.finditer(text))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import NINFER, ROOT, environment
-from ninfer_cli.main import app
+from ninfer_cli.main import program
 
 HEAVY = {"torch", "triton", "transformers", "numpy", "rich", "pydantic", "prompt_toolkit", "httpx", "fastapi", "jinja2"}
 
@@ -53,7 +53,7 @@ def test_importing_the_program_loads_no_torch() -> None:
 
 def command_names() -> set[str]:
     """All commands of the program, hidden ones included."""
-    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    names = {command.name or command.callback.__name__ for command in program(["--help"]).registered_commands}
     return names
 
 
