@@ -260,7 +260,9 @@ class Engine(ModelCard):
         if len(tokens) > self._context:
             raise ContextOverflowError(len(tokens), self._context)
         if prompt.media and not self.vision:
-            raise UnsupportedError("there is no vision yet: this engine reads no images or videos; send text only", param="messages")
+            raise UnsupportedError(
+                "there is no vision yet: this engine reads no images or videos; send text only", param="messages"
+            )
         from .runtime.sampler import Sampler
 
         params = resolve_sampling(request.sampling, self.frontend.generation_defaults(prompt.thinking))
