@@ -34,7 +34,7 @@ from .errors import (
 from .frontend.output import parse_text
 from .frontend.prompt import Frontend
 from .runtime.handle import RequestHandle
-from .runtime.interface import EngineInterface, Prompt, make_request
+from .runtime.interface import EngineInterface, Prompt, make_request, model_profile
 from .runtime.options import EngineFields, EngineOptions, engine_options
 from .runtime.registry import NamedEngine, Registry
 from .runtime.session import Session
@@ -88,29 +88,7 @@ class ModelCard(EngineInterface):
     @property
     def profile(self) -> dict[str, Any]:
         """Capabilities, with the keys of the public model-profile data set."""
-        return {
-            "name": self.served_names[0],
-            "max_input_tokens": self.context_length,
-            "max_output_tokens": self.context_length,
-            "text_inputs": True,
-            "image_inputs": self.vision,
-            "image_url_inputs": False,
-            "image_tool_message": self.vision,
-            "pdf_inputs": False,
-            "audio_inputs": False,
-            "video_inputs": False,
-            "text_outputs": True,
-            "image_outputs": False,
-            "audio_outputs": False,
-            "video_outputs": False,
-            "reasoning_output": True,
-            "tool_calling": True,
-            "tool_call_streaming": True,
-            "tool_choice": True,
-            "structured_output": True,
-            "temperature": True,
-            "open_weights": True,
-        }
+        return model_profile(self.served_names[0], self.context_length, vision=self.vision)
 
     @property
     def state(self) -> str:
