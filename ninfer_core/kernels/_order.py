@@ -122,6 +122,28 @@ def to_kernel_order(payload: torch.Tensor, format: str, rows: int, columns: int)
     return pack_codes(codes, scales, format)
 
 
+def from_kernel_order(matrix: KernelMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse of `pack_codes`: codes [N, K] int8 and scales [N, K/group] fp16."""
+    tiles, units, halves = matrix.rows // 16, matrix.groups, GROUP[matrix.format] // 32
+    words = matrix.words.view(torch.int8).view(tiles, units, 4, 32, 4)
+    if matrix.format == "W8":
+        parts = words.unsqueeze(2)
+    else:
+        parts = torch.stack([words & 15, (words >> 4) & 15], 2)
+        high = matrix.high.view(torch.uint8).view(tiles, units, -1, 1, 32, 4)
+        if matrix.format == "Q5":
+            shift = torch.tensor([[7, 6, 5, 4], [3, 2, 1, 0]], dtype=torch.uint8, device=words.device)
+            parts = parts | (((high >> shift.view(2, 4, 1, 1)) & 1) << 4).view(torch.int8)
+        elif matrix.format == "Q6":
+            shift = torch.tensor([6, 4, 2, 0], dtype=torch.uint8, device=words.device)
+            parts = parts | (((high >> shift.view(4, 1, 1)) & 3) << 4).view(torch.int8)
+        sign = 1 << (CODE[matrix.format] - 1)
+        parts = (parts ^ sign) - sign
+    parts = parts.view(tiles, units, halves, 2, 2, 8, 4, 4).permute(0, 4, 5, 1, 2, 3, 6, 7)
+    scales = matrix.scales.view(torch.float16).view(tiles, units, 8, 2).permute(0, 3, 2, 1)
+    return parts.reshape(matrix.rows, matrix.columns), scales.reshape(matrix.rows, units)
+
+
 @dataclass(frozen=True, slots=True)
 class Activation:
     """Int8 activation rows as kernels pass them on, in blocks of eight rows (the columns of one matrix product).
