@@ -56,9 +56,9 @@ def store_group(x, codes, scales, d, g: tl.constexpr):
 @triton.jit
 def append_token(
     line, head, k_gain, cos, sin, codes, scales, page, place, eps,
-    H: tl.constexpr, KH: tl.constexpr, PLANE: tl.constexpr,
+    plane, H: tl.constexpr, KH: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store key and value of one token of KV head `head`; `PLANE` = tokens in a key plane."""
+    """Norm, rotate and store key and value of one token of KV head `head`; `plane` = tokens in a key plane."""
     d = tl.arange(0, 64)
     swap = d ^ 32
     key = line + H * 256 + head * 256
@@ -69,7 +69,7 @@ def append_token(
         k = normed_group(key + g * 64, k_gain + g * 64, d, swap, cos, sin, factor, g == 0)
         store_group(k, codes + at * 256, scales + at * 4, d, g)
         v = tl.load(value + g * 64 + d).to(tl.float32)
-        store_group(v, codes + (PLANE + at) * 256, scales + (PLANE + at) * 4, d, g)
+        store_group(v, codes + (plane + at) * 256, scales + (plane + at) * 4, d, g)
 
 
 @triton.jit
@@ -92,18 +92,18 @@ def query_group(
     return (x * 0.09016844005556021).to(tl.float16)  # log2(e) / 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages", "table_stride", "splits"])
 def attention_split_kernel(
     projected, q_gain, k_gain, cos, sin, codes, scales, tables, lengths, part_out, part_max, part_sum,
-    table_stride, splits, eps,
-    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr,
+    pages, table_stride, splits, eps,
+    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (split, KV head, sequence * token pairs): unnormalised output, maximum and sum of 16 query rows."""
     RATIO: tl.constexpr = H // KH
     WIDTH: tl.constexpr = 2 * (H + KH) * 256
     BLOCKS: tl.constexpr = (R + 1) // 2
-    PLANE: tl.constexpr = KH * PAGES * 64
+    plane = pages.to(tl.int64) * (KH * 64)
     split = tl.program_id(0)
     head = tl.program_id(1)
     b = tl.program_id(2) // BLOCKS
@@ -113,15 +113,15 @@ def attention_split_kernel(
     first = split * SPLIT
     if first < n + R:
         table = tables + b * table_stride
-        key_codes = codes + head.to(tl.int64) * (PAGES * 64 * 256)
-        key_scales = scales + head.to(tl.int64) * (PAGES * 64 * 4)
+        key_codes = codes + head.to(tl.int64) * pages * (64 * 256)
+        key_scales = scales + head.to(tl.int64) * pages * (64 * 4)
         for r in tl.static_range(R):
             token = n + r
             if (token >= first) & (token < first + SPLIT):
                 row = b * R + r
                 append_token(
                     projected + row * WIDTH, head, k_gain, cos + row * 64, sin + row * 64, key_codes, key_scales,
-                    tl.load(table + token // 64), token % 64, eps, H, KH, PLANE,
+                    tl.load(table + token // 64), token % 64, eps, plane, H, KH,
                 )  # fmt: skip
         tl.debug_barrier()
         m = tl.arange(0, 16)
@@ -131,15 +131,14 @@ def attention_split_kernel(
         query_head = head * RATIO + m % RATIO
         attend(
             projected, q_gain, cos, sin, key_codes, key_scales, table, part_out, part_max, part_sum, n, first, split,
-            splits, token, query_head, live, n + r, eps, H, WIDTH, PLANE, SPLIT, n + R,
+            splits, token, query_head, live, n + r, eps, n + R, plane, H, WIDTH, SPLIT,
         )  # fmt: skip
 
 
 @triton.jit
 def attend(
     projected, q_gain, cos, sin, codes, scales, table, part_out, part_max, part_sum, n, first, split, splits, token,
-    query_head, live, position, eps,
-    H: tl.constexpr, WIDTH: tl.constexpr, PLANE: tl.constexpr, SPLIT: tl.constexpr, end,
+    query_head, live, position, eps, end, plane, H: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the pages of one split for 16 query rows at `position`."""
     d = tl.arange(0, 64)
@@ -178,8 +177,8 @@ def attend(
         mass = mass * shrink + tl.sum(p, 1)
         grown = ()
         for g in tl.static_range(4):
-            value = tl.load(codes + (PLANE + page + d)[:, None] * 256 + (g * 64 + d)[None, :])
-            scale = tl.load(scales + (PLANE + page + d) * 4 + g, mask=exists, other=0.0).to(tl.float32)
+            value = tl.load(codes + (plane + page + d)[:, None] * 256 + (g * 64 + d)[None, :])
+            scale = tl.load(scales + (plane + page + d) * 4 + g, mask=exists, other=0.0).to(tl.float32)
             weighted = (p * scale[None, :]).to(tl.float16)
             grown = grown + (acc[g] * shrink[:, None] + tl.dot(weighted, value.to(tl.float16)),)  # noqa: RUF005
         acc = grown
@@ -192,7 +191,7 @@ def attend(
     tl.store(part_sum + line, mass, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def attention_combine_kernel(
     part_out, part_max, part_sum, projected, lengths, q_out, s_out, splits,
     H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
@@ -290,8 +289,8 @@ def attention(
         raise ValueError(f"{heads // kv_heads} query heads share a KV head; a program takes two tokens of at most 8")
     attention_split_kernel[(splits, kv_heads, batch * ((rows + 1) // 2))](
         projected, q_gain, k_gain, cos, sin, codes, scales, tables, lengths, workspace.out, workspace.top,
-        workspace.mass, tables.stride(0), splits, eps,
-        H=heads, KH=kv_heads, R=rows, PAGES=pages, SPLIT=workspace.split, **_tiles.launch(projected, warps),
+        workspace.mass, pages, tables.stride(0), splits, eps,
+        H=heads, KH=kv_heads, R=rows, SPLIT=workspace.split, **_tiles.launch(projected, warps),
     )  # fmt: skip
     attention_combine_kernel[(heads, total)](
         workspace.out, workspace.top, workspace.mass, projected, lengths, out.q, out.s, splits,

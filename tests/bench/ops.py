@@ -1,6 +1,6 @@
 """Decode kernels on one GPU: exactness against torch, tile sweep by role, and a whole token's launches in one graph.
 
-    python tests/bench/ops.py [--out DIR] [--parts check,sweep,chain] [--workers N]
+    python tests/bench/ops.py [--out DIR] [--parts check,compile,chain,sweep] [--workers N]
 
 Weights are random in the published formats. Every time is the median of graph replays that walk through more weight
 bytes than the L2 holds; `floor` is the bytes of the role over the read bandwidth measured in the same run.
@@ -179,7 +179,8 @@ class Role:
         elif self.kind == "side":
             linear.project(m, a, b["out"], u=b["u"], side=copy[1], side_out=b["side"], tile=tile)
         elif self.kind == "residual":
-            linear.project_residual(m, a, b["x"], b["norm"], b["xo"], b["uo"], b["ao"], norm="head", tile=tile)
+            linear.project_residual(m, a, b["x"], b["norm"], b["xo"], b["uo"], b["ao"],
+                                    norm="none" if self.columns > 8192 else "head", tile=tile)  # fmt: skip
         elif self.kind == "router":
             moe.route_and_shared(m, copy[1], a, b["u"], b["shared"], b["logits"], tile=tile)
         elif self.kind == "experts_up":
@@ -196,24 +197,19 @@ def tiles(count, steps, warps):
 
 
 ROLES = [
-    Role(
-        "35B gdn in",
-        12288,
-        2048,
-        "W8",
-        "side",
-        [Tile(*t) for t in ((2, 8, 4), (1, 8, 4), (2, 4, 8), (2, 4, 4), (1, 8, 8))],
-    ),
-    Role("35B attention in", 9216, 2048, "W8", "plain", [Tile(*t) for t in ((2, 8, 4), (1, 8, 4))]),
-    Role("35B out", 2048, 4096, "W8", "residual", [Tile(*t) for t in ((2, 8, 8), (2, 4, 16), (2, 4, 8))]),
-    Role("35B router+shared", 1024, 2048, "W8", "router", [Tile(*t) for t in ((2, 8, 4), (1, 8, 8))]),
-    Role("35B experts up", 262144, 2048, "Q4", "experts_up", [Tile(*t) for t in ((2, 4, 8), (2, 4, 4), (2, 2, 16))]),
-    Role("35B experts down", 524288, 512, "Q5", "experts_down", [Tile(*t) for t in ((2, 8, 8), (2, 8, 16))]),
-    Role("35B head", 248320, 2048, "Q6", "plain", [Tile(*t) for t in ((2, 8, 4), (1, 8, 4), (2, 4, 4))]),
-    Role("35B draft head", 131072, 2048, "Q4", "plain", [Tile(*t) for t in ((2, 8, 4), (1, 8, 4), (2, 4, 4))]),
-    Role("27B value_z", 12288, 5120, "Q5", "plain", [Tile(*t) for t in ((2, 5, 4), (1, 5, 4), (2, 5, 8))]),
-    Role("27B down", 5120, 17408, "Q5", "residual", [Tile(*t) for t in ((2, 2, 8),)]),
-]
+    Role("35B gdn in", 12288, 2048, "W8", "side",
+         [*tiles((1, 2), (4, 8), (4, 8)), Tile(2, 8, 2), Tile(4, 4, 4), Tile(1, 16, 4)]),
+    Role("35B attention in", 9216, 2048, "W8", "plain", [Tile(2, 8, 4), Tile(1, 8, 4), Tile(1, 8, 8)]),
+    Role("35B out", 2048, 4096, "W8", "residual", tiles((2,), (4, 8), (8, 16))),
+    Role("35B router+shared", 1024, 2048, "W8", "router", tiles((1, 2), (4, 8), (4, 8))),
+    Role("35B experts up", 262144, 2048, "Q4", "experts_up",
+         [Tile(2, 4, 8), Tile(2, 4, 4), Tile(2, 2, 16), Tile(2, 2, 8), Tile(2, 8, 4)]),
+    Role("35B experts down", 524288, 512, "Q5", "experts_down", [Tile(2, 8, 8), Tile(2, 8, 16)]),
+    Role("35B head", 248320, 2048, "Q6", "plain", [*tiles((1, 2), (4, 8), (4,)), Tile(2, 4, 8)]),
+    Role("35B draft head", 131072, 2048, "Q4", "plain", tiles((1, 2), (4, 8), (4,))),
+    Role("27B value_z", 12288, 5120, "Q5", "plain", tiles((1, 2), (5, 10), (4, 8))),
+    Role("27B down", 5120, 17408, "Q5", "residual", [Tile(2, 2, 8), Tile(2, 4, 4), Tile(2, 1, 16)]),
+]  # fmt: skip
 SWEEP_ROWS = (1, 4, 8, 16, 64)
 
 
@@ -227,16 +223,20 @@ def compile_one(job):
         except Exception as error:
             return {job[0]: f"{type(error).__name__}: {str(error)[:600]}"}
     index, tile, T = job
-    role = ROLES[index]
     try:
         torch.cuda.set_device(0)
+        if index == "chain":
+            Chain(T, (34, 35)).step()
+            torch.cuda.synchronize()
+            return None
+        role = ROLES[index]
         copy = role.make()
         a, b = role.buffers(T)
         role.call(copy, a, b, tile)
         torch.cuda.synchronize()
         return None
     except Exception as error:
-        return f"{role.name} {tile} T={T}: {type(error).__name__}: {str(error)[:300]}"
+        return f"{job}: {type(error).__name__}: {str(error)[:300]}"
 
 
 def precompile(jobs, workers):
@@ -488,10 +488,10 @@ def kv_pages():
 class Chain:
     """All launches of one greedy 35B-A3B decode step at `CONTEXT` tokens: published weight formats, random values."""
 
-    def __init__(self, T):
+    def __init__(self, T, layers=range(40)):
         self.T = T
         self.layers = []
-        for i in range(40):
+        for i in layers:
             full = i % 4 == 3
             down = "Q6" if i in (34, 38, 39) else "Q5"
             self.layers.append({
@@ -604,26 +604,17 @@ def run_chain(bandwidth):
     return found
 
 
-def spills():
-    """Kernels that spill registers or use many, from the compiled objects of this process."""
+def registers():
+    """Registers, spills and shared memory of every kernel compiled in this process."""
     found = []
-    for kernel in (
-        linear.linear_kernel,
-        linear.linear_residual_kernel,
-        moe.expert_gate_up_kernel,
-        moe.expert_down_kernel,
-        delta.gated_delta_kernel,
-    ):
-        for compiled in kernel.device_caches[0][0].values():
-            if getattr(compiled, "n_spills", 0):
-                found.append(
-                    {
-                        "kernel": kernel.__name__,
-                        "registers": compiled.n_regs,
-                        "spills": compiled.n_spills,
-                        "shared": compiled.metadata.shared,
-                    }
-                )
+    modules = (linear, moe, delta, attention, heads, embedding)
+    for kernel in {k for m in modules for k in vars(m).values() if hasattr(k, "device_caches")}:
+        for key, compiled in kernel.device_caches[0][0].items():
+            if hasattr(compiled, "n_regs"):
+                found.append({
+                    "kernel": kernel.__name__, "registers": compiled.n_regs, "spills": compiled.n_spills,
+                    "shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps, "key": str(key)[-160:],
+                })  # fmt: skip
     return found
 
 
@@ -631,7 +622,8 @@ def main():
     """Run the parts asked for and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
-    parser.add_argument("--parts", default="check,sweep,chain")
+    parser.add_argument("--parts", default="check,compile,chain,sweep")
+    parser.add_argument("--name", default="ops.json", help="file of the results in DIR")
     parser.add_argument("--workers", type=int, default=14)
     options = parser.parse_args()
     out = Path(options.out)
@@ -641,17 +633,16 @@ def main():
 
     def save(key, value):
         result[key] = value
-        (out / "ops.json").write_text(json.dumps(result, indent=1))
+        (out / options.name).write_text(json.dumps(result, indent=1))
         print(f"[{time.time() - began:.0f}s] {key}", flush=True)
 
     bandwidth = read_bandwidth()
     save("read_TBps", bandwidth)
     print(f"read bandwidth {bandwidth:.2f} TB/s")
     jobs = [(name, None, 0) for name in CHECKS] if "check" in parts else []
-    if "sweep" in parts or "chain" in parts:  # the first tile of a role is the default, which the chain uses
-        jobs += [
-            (i, t, 4) for i, role in enumerate(ROLES) for t in (role.tiles if "sweep" in parts else role.tiles[:1])
-        ]
+    if "compile" in parts:
+        jobs += [("chain", None, T) for T in (1, 4)]
+        jobs += [(i, t, 4) for i, role in enumerate(ROLES) for t in role.tiles]
     found = precompile(jobs, options.workers)
     save("compile_errors", [e for e in found if isinstance(e, str)])
     print(result["compile_errors"][:3])
@@ -674,8 +665,10 @@ def main():
             print(
                 f"{name:20s} T={T} tile={row['tile']} {row['us']:7.2f} us, floor {row['floor_us']:7.2f}, {row['floor_us'] / row['us']:.0%}"
             )
-    save("spills", spills())
-    print(result["spills"][:6])
+    save("registers", registers())
+    for entry in result["registers"]:
+        if entry["spills"]:
+            print(entry)
 
 
 if __name__ == "__main__":

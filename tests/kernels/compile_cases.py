@@ -31,7 +31,7 @@ TYPES = {
     "*fp32": "xs ss u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights weights_out "
     "ab a_log dt_bias s_ptr k_ptr e_ptr g_ptr cos sin best part_out part_max part_sum",
     "*bf16": "out side_w norm projected taps conv_ptr q_gain k_gain",
-    "i32": "rows side_rows table_stride splits addressable count",
+    "i32": "rows side_rows pages table_stride splits addressable count",
     "fp32": "eps",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
@@ -115,7 +115,7 @@ def cases(full: bool = False):
     for rows in (1, 4) if full else (2,):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, {"HK": 16, "HV": 32, "R": rows, "RINGS": 16}
     yield "attention", attention_decode.attention_split_kernel, 4, {
-        "H": 16, "KH": 2, "R": 2, "PAGES": 4096, "SPLIT": 128,
+        "H": 16, "KH": 2, "R": 2, "SPLIT": 128,
     }  # fmt: skip
     yield "attention combine", attention_decode.attention_combine_kernel, 4, {
         "H": 16, "KH": 2, "R": 1, "SPLIT": 128, "BLOCK": 16,
