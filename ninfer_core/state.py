@@ -161,7 +161,136 @@ class State:
                 tensor[:, :, :, index] = 0
 
 
-def state_bytes(config: ModelConfig, kv_dtype: str, max_draft: int, page_size: int = 64) -> tuple[int, int]:
-    """`(bytes of one KV page, bytes of one slot)` without allocating anything."""
-    state = State(config, slots=1, pages=1, page_size=page_size, kv_dtype=kv_dtype, max_draft=max_draft, device="meta")
+RING = 16
+"""Tokens that a slot of a `FusedState` remembers one by one: two windows of eight rows, or one and the convolution."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaState:
+    """Recurrent state of one GDN layer for all slots, as the fused kernels keep it.
+
+    `s [slots, V, 128 v, 128 k]` fp32: the committed state, transposed. The rest are rings of the last `RING` tokens, at
+    token index modulo `RING`: raw convolution inputs `conv [slots, RING, C]` bf16; keys before their norm `k [slots,
+    RING, G * 128]`, updates `e [slots, RING, V * 128]` (with the inverse norm of the key) and log decays `g [slots,
+    RING, V]`, fp32. Token t updates the state by `S <- exp(g_t) S + e_t k_t^T` once it is committed.
+    """
+
+    s: Tensor
+    conv: Tensor
+    k: Tensor
+    e: Tensor
+    g: Tensor
+
+    @staticmethod
+    def empty(slots: int, key_heads: int, value_heads: int, device: torch.device | str) -> DeltaState:
+        """Zeroed state of one layer."""
+        return DeltaState(*(t[0] for t in _delta_tensors(1, slots, key_heads, value_heads, device)))
+
+
+def _delta_tensors(
+    layers: int, slots: int, key_heads: int, value_heads: int, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The tensors of `DeltaState` with a leading axis of layers."""
+
+    def ring(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(layers, slots, RING, width, dtype=dtype, device=device)
+
+    s = torch.zeros(layers, slots, value_heads, 128, 128, device=device)
+    conv = ring((2 * key_heads + value_heads) * 128, torch.bfloat16)
+    return s, conv, ring(key_heads * 128), ring(value_heads * 128), ring(value_heads)
+
+
+class FusedState:
+    """What `State` is, in the layouts of the fused kernels: INT8 pages of 64 tokens and `DeltaState` per GDN layer.
+
+    A window needs no room of its own: its rows lie in the rings, so a slot serves windows of up to `RING / 2` rows.
+
+    Args:
+        config: the model.
+        slots: sequences and checkpoints that hold GDN state at once.
+        pages: KV pages, shared by all sequences; one page table serves the trunk and the MTP layer.
+        max_draft: most drafts in a window.
+        device: where the tensors live.
+
+    Raises:
+        InvalidRequestError: head sizes or a window that the fused kernels do not serve.
+    """
+
+    page_size = 64
+    kv_dtype = "int8"
+
+    def __init__(
+        self, config: ModelConfig, *, slots: int, pages: int, max_draft: int = 3, device: torch.device | str = "cuda"
+    ) -> None:
+        sizes = (config.head_dim, config.linear_key_head_dim, config.linear_value_head_dim)
+        if sizes != (256, 128, 128):
+            raise InvalidRequestError(
+                f"the head sizes are {sizes}; the fused kernels serve attention heads of 256 and GDN heads of 128"
+            )
+        if max_draft + 1 > RING // 2:
+            raise InvalidRequestError(
+                f"a window of {max_draft + 1} rows does not fit; use at most {RING // 2 - 1} drafts",
+                param="draft_tokens",
+            )
+        self.config, self.slots, self.pages, self.device = config, slots, pages, torch.device(device)
+        self.window = max_draft + 1
+        layers = len(config.attention_layers) + config.mtp_num_hidden_layers
+        shape = (layers, 2, config.num_key_value_heads, pages, self.page_size)
+        self.kv_codes = torch.zeros(*shape, 256, dtype=torch.int8, device=device)
+        self.kv_scales = torch.zeros(*shape, 256 // KV_GROUP, dtype=torch.float16, device=device)
+        kv = tuple(KVLayer(self.kv_codes[i], self.kv_scales[i]) for i in range(layers))
+        self.kv, self.mtp_kv = kv[: len(config.attention_layers)], kv[len(config.attention_layers) :]
+        self._slot_tensors = _delta_tensors(
+            len(config.gdn_layers), slots, config.linear_num_key_heads, config.linear_num_value_heads, device
+        )
+        self.gdn = tuple(DeltaState(*(t[i] for t in self._slot_tensors)) for i in range(len(config.gdn_layers)))
+
+    @property
+    def kv_bytes_per_page(self) -> int:
+        """Bytes of one page over all attention layers and the MTP layer, scales included."""
+        return sum(t.numel() * t.element_size() for t in (self.kv_codes, self.kv_scales)) // self.pages
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot: GDN state and rings."""
+        return sum(t.numel() * t.element_size() for t in self._slot_tensors) // self.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything held here."""
+        return self.kv_bytes_per_page * self.pages + self.bytes_per_slot * self.slots
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the GDN state and the rings of one slot to another."""
+        for tensor in self._slot_tensors:
+            tensor[:, target].copy_(tensor[:, source])
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one KV page, of all layers, to another."""
+        for tensor in (self.kv_codes, self.kv_scales):
+            tensor[:, :, :, target].copy_(tensor[:, :, :, source])
+
+    def clear_slot(self, slot: int) -> None:
+        """Make a slot that of a sequence without tokens."""
+        for tensor in self._slot_tensors:
+            tensor[:, slot].zero_()
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Overwrite KV pages with zeros."""
+        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
+        for tensor in (self.kv_codes, self.kv_scales):
+            tensor[:, :, :, index] = 0
+
+
+def state_bytes(
+    config: ModelConfig, kv_dtype: str, max_draft: int, page_size: int = 64, *, fused: bool = False
+) -> tuple[int, int]:
+    """`(bytes of one KV page, bytes of one slot)` without allocating anything; `fused`: of a `FusedState`."""
+    state: State | FusedState
+    if fused:
+        state = FusedState(config, slots=1, pages=1, max_draft=max_draft, device="meta")
+    else:
+        state = State(
+            config, slots=1, pages=1, page_size=page_size, kv_dtype=kv_dtype, max_draft=max_draft, device="meta"
+        )
     return state.kv_bytes_per_page, state.bytes_per_slot

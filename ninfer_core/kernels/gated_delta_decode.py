@@ -1,8 +1,6 @@
 """Triton decode mixer of Gated DeltaNet: convolution, gates, deferred commit, recurrence and output norm in one launch.
 
-State per slot: S [Hv, 128 v, 128 k] fp32 and a ring of the last 16 tokens' raw convolution inputs, keys k, updates e
-and log decays g, addressed by token index modulo 16. k is kept
-before its norm, whose inverse is part of e. A call first applies the `commit` accepted rows of the window
+The state is `state.DeltaState`. A call first applies the `commit` accepted rows of the window
 before (S <- exp(g) S + k e^T), stores S once, then runs its own rows from registers and leaves k, e, g in the ring:
 one read and one write of S whatever the number of drafts, and no copy when a draft is rejected.
 A program owns 32 of a head's 128 value columns, which is also one int8 group of the output row.
@@ -10,42 +8,14 @@ A program owns 32 of a head's 128 value columns, which is also one int8 group of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from ..state import RING, DeltaState
 from . import _tiles
 from ._dequant import silu, store_groups, wait_for_inputs
 from ._order import Activation
-
-RING = 16
-"""Tokens kept per slot: room for two windows (5 drafts and the anchor) and the three rows of the convolution."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaState:
-    """One layer's recurrent state for all slots (see the module docstring for the layout)."""
-
-    s: torch.Tensor
-    conv: torch.Tensor
-    k: torch.Tensor
-    e: torch.Tensor
-    g: torch.Tensor
-
-    @staticmethod
-    def empty(slots: int, key_heads: int, value_heads: int, device: torch.device | str) -> DeltaState:
-        """Zeroed state: S [slots, Hv, 128, 128], conv [slots, 16, C] bf16, k [.., 16, Hk * 128], e, g."""
-
-        def ring(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(slots, RING, width, dtype=dtype, device=device)
-
-        s = torch.zeros(slots, value_heads, 128, 128, dtype=torch.float32, device=device)
-        channels = (2 * key_heads + value_heads) * 128
-        return DeltaState(
-            s, ring(channels, torch.bfloat16), ring(key_heads * 128), ring(value_heads * 128), ring(value_heads)
-        )
 
 
 @triton.jit
