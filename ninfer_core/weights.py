@@ -228,7 +228,18 @@ def from_state_dict(
     def get(name: str) -> Tensor:
         return objects[name].float()
 
-    return _Builder(config, get, set(objects), torch.device(device), dtype).weights(True, True)
+    return from_objects(config, get, set(objects), device, dtype)
+
+
+def from_objects(
+    config: ModelConfig, get: Get, names: set[str], device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Weights:
+    """Weights from a function that gives an object's values by its artifact name; `names` are those it knows.
+
+    Raises:
+        InventoryError: an object is missing.
+    """
+    return _Builder(config, get, names, torch.device(device), dtype).weights(True, True)
 
 
 class _Builder:

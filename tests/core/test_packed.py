@@ -1,0 +1,196 @@
+"""Weights in kernel order: the same values as the artifact, in one allocation of the size told before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ninfer_core import packed, quant, store
+from ninfer_core.artifact import Artifact
+from ninfer_core.config import QWEN36_27B, QWEN36_35B_A3B, config_from_dict
+from ninfer_core.errors import GeometryError, InventoryError
+from ninfer_core.inventory import RECIPE_DEMO, default_recipe, inventory
+from ninfer_core.kernels._order import pack_codes
+from ninfer_core.weights import load_weights
+from tests.core.tiny import tiny_artifact, tiny_config
+from tests.support import same_bits
+
+
+class Memory:
+    """Objects in memory, as an artifact shows them."""
+
+    def __init__(self, config, objects):
+        self.config, self._payloads = config, {}
+        self.tensors = {}
+        for name, (fmt, shape, payload) in objects.items():
+            self.tensors[name] = type("Info", (), {"shape": shape, "format": fmt})
+            self._payloads[name] = payload
+
+    def payload(self, name):
+        return self._payloads[name]
+
+
+def random_objects(config, recipe, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    out = {}
+    for name, (shape, fmt) in inventory(config, recipe).items():
+        if fmt == quant.I32:
+            w = torch.randperm(config.vocab_size, generator=generator)[: shape[0]].int()
+        else:
+            w = torch.randn(shape, generator=generator).to(torch.float32 if fmt == quant.FP32 else torch.bfloat16)
+        out[name] = (fmt, shape, quant.encode(w, fmt))
+    return out
+
+
+def values(source, name):
+    info = source.tensors[name]
+    return quant.decode(source.payload(name), info.format, info.shape)
+
+
+def parts_of(name, source):
+    """The stored objects behind a fused one."""
+    if name in source.tensors:
+        return [name]
+    prefix, last = name.rsplit("/", 1)
+    parts = {
+        "query_key_gate_value": ("query_key", "gate_value"),
+        "query_key_value_z": ("query_key", "value_z"),
+        "a_b_projection": ("a_projection", "b_projection"),
+    }[last]
+    return [f"{prefix}/{part}" for part in parts]
+
+
+def assert_equal(weights, source):
+    seen = set()
+    for name, found in packed.named(weights):
+        parts = parts_of(name, source)
+        seen.update(parts)
+        want = torch.cat([values(source, part) for part in parts])
+        if isinstance(found, torch.Tensor):
+            assert same_bits(found.to(want.dtype), want), name
+            continue
+        got = packed.dequantize(found)
+        if name.endswith("mlp/gate_up"):
+            half = found.rows // 2
+            for row in (0, 31, 32, half - 1):
+                assert same_bits(got[row // 32 * 64 + row % 32], want[row]), (name, row)
+                assert same_bits(got[row // 32 * 64 + 32 + row % 32], want[half + row]), (name, row)
+            got = got.view(-1, 2, 32, found.columns).transpose(0, 1).reshape(want.shape)
+        assert same_bits(got, want), name
+    assert seen == {name for name in source.tensors if not name.startswith("vision/")}
+
+
+@pytest.mark.parametrize("fmt", ["Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "W8G32_F16S"])
+@pytest.mark.parametrize("moe", [True, False])
+def test_values_survive_in_every_format(fmt, moe, monkeypatch):
+    monkeypatch.setattr(packed, "JOB_CODES", 1 << 14)  # many jobs a matrix, the last one short
+    config = config_from_dict(tiny_config(moe), "ninfer-demo")
+    recipe = RECIPE_DEMO.with_formats(**{role.replace("/", "__"): fmt for role in RECIPE_DEMO.formats})
+    source = Memory(config, random_objects(config, recipe))
+    weights = packed.load_packed(source, "cpu")
+    assert weights.layers[0].mixer.proj.format == fmt[:2]
+    assert weights.embedding.format in ("Q6", "W8")
+    assert_equal(weights, source)
+
+
+def test_parts_in_two_formats_become_one_matrix_in_the_wider():
+    config = config_from_dict(tiny_config(False), "ninfer-demo")
+    recipe = RECIPE_DEMO.with_formats(
+        gdn__query_key=quant.Q4, gdn__value_z=quant.Q5, attention__query_key=quant.Q6, attention__gate_value=quant.W8
+    )
+    source = Memory(config, random_objects(config, recipe))
+    weights = packed.load_packed(source, "cpu")
+    assert weights.layers[0].mixer.proj.format == "Q5" and weights.layers[3].mixer.proj.format == "W8"
+    assert_equal(weights, source)
+
+
+@pytest.mark.parametrize("model", ["demo", "moe", "dense"])
+def test_an_artifact_on_disk_reaches_the_reference_path_unchanged(model):
+    path = store.demo_path() if model == "demo" else tiny_artifact(model == "moe")
+    seen = []
+    with Artifact.open(path) as artifact:
+        weights = packed.load_packed(artifact, "cpu", progress=lambda done, total: seen.append((done, total)))
+        want = load_weights(artifact, vision=False)
+        assert_equal(weights, artifact)
+        found = {name: (info.shape, info.format) for name, info in artifact.tensors.items()}
+        assert weights.nbytes == packed.packed_bytes(artifact.config, found)
+        got = packed.reference_weights(weights, artifact.config)
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
+    assert same_bits(got.head.dense, want.head.dense) and same_bits(got.embedding, want.embedding)
+    for a, b in zip((*got.layers, got.mtp.layer), (*want.layers, want.mtp.layer), strict=True):
+        assert same_bits(a.mixer.proj.dense, b.mixer.proj.dense) and same_bits(a.input_gain, b.input_gain)
+    assert torch.equal(got.draft_head.ids, want.draft_head.ids) and same_bits(got.mtp.proj.dense, want.mtp.proj.dense)
+
+
+def test_all_tensors_share_one_allocation():
+    with Artifact.open(tiny_artifact()) as artifact:
+        weights = packed.load_packed(artifact, "cpu", mtp=False)
+    assert weights.mtp is None and weights.draft_head is None
+    storages = set()
+    for _, found in packed.named(weights):
+        tensors = (found,) if isinstance(found, torch.Tensor) else (found.words, found.high, found.scales)
+        for tensor in tensors:
+            storages.add(tensor.untyped_storage().data_ptr())
+            assert tensor.data_ptr() % packed.ALIGN == 0 or tensor.numel() == 0
+    assert len(storages) == 1
+
+
+def test_random_weights_keep_activations_of_order_one():
+    config = config_from_dict(tiny_config(), "ninfer-demo")
+    weights = packed.random_packed(config, seed=3, device="cpu")
+    again = packed.random_packed(config, seed=3, device="cpu")
+    other = packed.random_packed(config, seed=4, device="cpu")
+    matrices = {name: m for name, m in packed.named(weights) if not isinstance(m, torch.Tensor)}
+    for name, matrix in matrices.items():
+        assert torch.equal(matrix.words, dict(packed.named(again))[name].words), name
+        assert not torch.equal(matrix.words, dict(packed.named(other))[name].words), name
+        w = packed.dequantize(matrix)
+        wanted = 1.0 if name == "text/token_embedding" else matrix.columns**-0.5
+        assert 0.85 * wanted < w.std() < 1.2 * wanted, name
+        codes, scales = packed.from_kernel_order(matrix)
+        limits = {"Q4": (-8, 7), "Q5": (-16, 15), "Q6": (-32, 31), "W8": (-127, 127)}[matrix.format]
+        assert (int(codes.min()), int(codes.max())) == limits, name
+        assert bool((scales > 0).all()) and bool(scales.isfinite().all())
+    ids = weights.draft_head.ids
+    assert ids.dtype == torch.int32 and bool((ids[1:] > ids[:-1]).all()) and int(ids[-1]) < config.vocab_size
+    for name, found in packed.named(weights):
+        assert not isinstance(found, torch.Tensor) or bool(found.float().isfinite().all()), name
+
+
+@pytest.mark.parametrize(("config", "low", "high"), [(QWEN36_27B, 17.1e9, 17.6e9), (QWEN36_35B_A3B, 21.9e9, 22.3e9)])
+def test_bytes_of_the_published_models(config, low, high):
+    """The text model of the published files; only the 27B's query and key rows widen, by one bit a weight."""
+    objects = inventory(config, vision=False)
+    stored = sum(quant.payload_bytes(fmt, shape) for shape, fmt in objects.values())
+    size = packed.packed_bytes(config, objects)
+    assert low < size < high
+    widened = 0
+    if not config.is_moe:
+        widened = sum(s[0] * s[1] // 8 for n, (s, _) in objects.items() if n.endswith("query_key"))
+    assert abs(size - stored - widened) < 1 << 20
+    assert packed.packed_bytes(config, objects, mtp=False) < size
+    assert default_recipe(config).format("moe/routed_down" if config.is_moe else "mlp/down") == quant.Q5
+
+
+def test_shapes_the_kernels_do_not_take_are_named():
+    config = config_from_dict(tiny_config(False) | {}, "ninfer-demo")
+    objects = dict(inventory(config, RECIPE_DEMO))
+    objects["text/output_head"] = ((392, 128), quant.Q6)
+    with pytest.raises(GeometryError, match=r"text/output_head \[392, 128\].*multiples of 16"):
+        packed.packed_bytes(config, objects)
+    objects["text/output_head"] = ((384, 128), quant.BF16)
+    with pytest.raises(GeometryError, match=r"text/output_head.*quantized"):
+        packed.packed_bytes(config, objects)
+    del objects["text/output_head"]
+    with pytest.raises(InventoryError, match="text/output_head"):
+        packed.packed_bytes(config, objects)
+
+
+def test_a_row_block_of_kernel_order_stands_alone():
+    """Jobs and `dequantize` rely on it: rows in multiples of 16 are tiles along the first axis."""
+    for fmt, group in (("Q4", 64), ("Q5", 64), ("Q6", 64), ("W8", 32)):
+        codes = torch.randint(-8, 8, (64, 256), dtype=torch.int8)
+        scales = torch.rand(64, 256 // group).half()
+        whole, part = pack_codes(codes, scales, fmt), pack_codes(codes[16:48], scales[16:48], fmt)
+        for a, b in ((whole.words, part.words), (whole.high, part.high), (whole.scales, part.scales)):
+            assert torch.equal(a[1:3], b)
