@@ -71,30 +71,61 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
-def load_unit(w, wh, ws, index, FMT: tl.constexpr):
+def load_four(p, PTX: tl.constexpr):
+    """Four consecutive words behind every pointer of `p` [X, 32]: one 16-byte load a lane."""
+    if PTX:
+        # Through the compiler a [X, 32, 4] load takes a layout of its own and a trip through shared memory.
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];",
+            "=r,=r,=r,=r,l",
+            [p.to(tl.int64)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
+
+
+@triton.jit
+def load_two(p, PTX: tl.constexpr):
+    """Two consecutive words behind every pointer of `p` [X, 32]: one 8-byte load a lane."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2];",
+            "=r,=r,l",
+            [p.to(tl.int64)],
+            dtype=(tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(p), tl.load(p + 1)
+
+
+@triton.jit
+def load_unit(w, wh, ws, index, FMT: tl.constexpr, PTX: tl.constexpr):
     """Registers of the unit `index` units behind the pointers: four words, high words (Q5 one, Q6 two), two scales.
 
     `w`, `wh`, `ws` are pointers [X, 32] of each lane's first unit: with constant distances a load needs no arithmetic.
     """
-    words = ()
-    for i in tl.static_range(4):
-        words = words + (tl.load(w + index * 128 + i * 32, eviction_policy="evict_first"),)  # noqa: RUF005
+    words = load_four(w + index * 128, PTX)
     high = ()
     if FMT == 5:
         high = (tl.load(wh + index * 32, eviction_policy="evict_first"),)
     if FMT == 6:
-        high = (
-            tl.load(wh + index * 64, eviction_policy="evict_first"),
-            tl.load(wh + index * 64 + 32, eviction_policy="evict_first"),
-        )
+        high = load_two(wh + index * 64, PTX)
     return words, high, tl.load(ws + index * 8, eviction_policy="evict_first")
 
 
 @triton.jit
 def unit_pointers(w, wh, ws, unit, lane, FMT: tl.constexpr):
     """Pointers [X, 32] of words, high words and scales of units `unit` [X, 1]."""
-    high: tl.constexpr = 64 if FMT == 6 else 32
-    return w + unit * 128 + lane, wh + unit * high + lane, ws + tl.max_contiguous(unit * 8 + lane // 4, [1, 2])
+    scales = ws + tl.max_contiguous(unit * 8 + lane // 4, [1, 2])
+    if FMT == 6:
+        return w + unit * 128 + lane * 4, wh + unit * 64 + lane * 2, scales
+    else:
+        return w + unit * 128 + lane * 4, wh + unit * 32 + lane, scales
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """Load-time repacking of published weight payloads into kernel order, and the int8 activation codec's torch twin.
 
 Kernel order of an [N, K] matrix (N a multiple of 16): tiles of 16 rows; within a tile the units of K (32 values for
-W8, 64 for Q4, Q5, Q6); within a unit the four operand registers of `mma.m16n8k32` for 32 lanes. Lane 4 g + c holds in
-register i the values of row g (i even) or g + 8 (i odd), K = 4 c + 16 (i // 2) + 0..3 of the unit; a 4-bit code of the
-second 32 values sits in the high nibble. No byte is added or lost: a weight costs in memory what it costs in the file.
+W8, 64 for Q4, Q5, Q6); within a unit for each of 32 lanes the four operand registers of `mma.m16n8k32`, one 16-byte
+load. Lane 4 g + c holds in register i the values of row g (i even) or g + 8 (i odd), K = 4 c + 16 (i // 2) + 0..3 of
+the unit; a 4-bit code of the second 32 values sits in the high nibble. No byte is added or lost: a weight costs in
+memory what it costs in the file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HIGH_WORDS = {"W8": 0, "Q4": 0, "Q5": 1, "Q6": 2}
 class KernelMatrix:
     """One grouped matrix in kernel order; `rows`, `columns` are the logical shape, `format` is W8, Q4, Q5 or Q6.
 
-    `words` [N/16, U, 4, 32] int32, `high` [N/16, U, 0|1|2, 32] int32, `scales` [N/16, U, 8] int32: the fp16 scales of
+    `words` [N/16, U, 32, 4] int32, `high` [N/16, U, 32, 0|1|2] int32, `scales` [N/16, U, 8] int32: the fp16 scales of
     rows g (low half) and g + 8. U = K over the group length.
     """
 
@@ -53,6 +54,11 @@ def _to_words(byte: torch.Tensor) -> torch.Tensor:
     return byte.to(torch.uint8).contiguous().view(torch.int32).squeeze(-1)
 
 
+def _by_lane(registers: torch.Tensor) -> torch.Tensor:
+    """Words [.., registers, 32 lanes] as [.., 32 lanes, registers]."""
+    return registers.transpose(-1, -2).contiguous()
+
+
 def pack_codes(codes: torch.Tensor, scales: torch.Tensor, format: str) -> KernelMatrix:
     """Codes [N, K] (integers in the format's range) and scales [N, K/group] fp16 to kernel order.
 
@@ -71,19 +77,19 @@ def pack_codes(codes: torch.Tensor, scales: torch.Tensor, format: str) -> Kernel
     parts = codes.to(torch.int8).view(tiles, 2, 8, units, group // 32, 2, 4, 4).permute(0, 3, 4, 5, 1, 2, 6, 7)
     parts = parts.reshape(tiles, units, group // 32, 4, 32, 4)
     pairs = scales.view(tiles, 2, 8, units).permute(0, 3, 2, 1).contiguous().view(torch.int32).squeeze(-1)
-    high = torch.empty(tiles, units, 0, 32, dtype=torch.int32, device=codes.device)
+    high = torch.empty(tiles, units, 32, 0, dtype=torch.int32, device=codes.device)
     if format == "W8":
-        return KernelMatrix(_to_words(parts[:, :, 0].view(torch.uint8)), high, pairs, format, rows, columns)
-    words = _to_words((parts[:, :, 0] & 15) | ((parts[:, :, 1] & 15) << 4))
+        return KernelMatrix(_by_lane(_to_words(parts[:, :, 0])), high, pairs, format, rows, columns)
+    words = _by_lane(_to_words((parts[:, :, 0] & 15) | ((parts[:, :, 1] & 15) << 4)))
     if format == "Q5":  # bit 7 - i of a byte: register i of the first 32 values; bit 3 - i: of the second
         bit = (parts >> 4) & 1
         shift = torch.tensor([[7, 6, 5, 4], [3, 2, 1, 0]], device=codes.device).view(2, 4, 1, 1)
-        high = _to_words((bit.to(torch.int32) << shift).sum((2, 3))).unsqueeze(2)
+        high = _to_words((bit.to(torch.int32) << shift).sum((2, 3))).unsqueeze(3)
     elif format == "Q6":  # bits 6 - 2 i and the next of a byte: register i; a word for each 32 values
         bits = (parts >> 4) & 3
         shift = torch.tensor([6, 4, 2, 0], device=codes.device).view(4, 1, 1)
-        high = _to_words((bits.to(torch.int32) << shift).sum(3))
-    return KernelMatrix(words, high.contiguous(), pairs, format, rows, columns)
+        high = _by_lane(_to_words((bits.to(torch.int32) << shift).sum(3)))
+    return KernelMatrix(words, high, pairs, format, rows, columns)
 
 
 def unpack_payload(payload: torch.Tensor, format: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,12 +131,12 @@ def to_kernel_order(payload: torch.Tensor, format: str, rows: int, columns: int)
 def from_kernel_order(matrix: KernelMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """Inverse of `pack_codes`: codes [N, K] int8 and scales [N, K/group] fp16."""
     tiles, units, halves = matrix.rows // 16, matrix.groups, GROUP[matrix.format] // 32
-    words = matrix.words.view(torch.int8).view(tiles, units, 4, 32, 4)
+    words = matrix.words.view(torch.int8).view(tiles, units, 32, 4, 4).transpose(2, 3)
     if matrix.format == "W8":
         parts = words.unsqueeze(2)
     else:
         parts = torch.stack([words & 15, (words >> 4) & 15], 2)
-        high = matrix.high.view(torch.uint8).view(tiles, units, -1, 1, 32, 4)
+        high = matrix.high.view(torch.uint8).view(tiles, units, 32, -1, 4).transpose(2, 3).unsqueeze(3)
         if matrix.format == "Q5":
             shift = torch.tensor([[7, 6, 5, 4], [3, 2, 1, 0]], dtype=torch.uint8, device=words.device)
             parts = parts | (((high >> shift.view(2, 4, 1, 1)) & 1) << 4).view(torch.int8)

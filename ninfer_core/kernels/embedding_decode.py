@@ -29,12 +29,12 @@ def embedding_kernel(
     lane = (token % 8) * 4 + (k % 16) // 4
     unit = (token // 16) * U + group // HALVES
     half = (group % HALVES)[:, None]
-    word = tl.load(w + unit[:, None] * 128 + (register * 32 + lane)[None, :])
+    word = tl.load(w + unit[:, None] * 128 + (lane * 4 + register)[None, :])
     byte = word >> (8 * (k % 4))[None, :].to(tl.int32)
     if FMT == 8:
         code = (byte << 24) >> 24
     else:
-        high = tl.load(wh + unit[:, None] * 64 + half * 32 + lane[None, :])
+        high = tl.load(wh + unit[:, None] * 64 + lane[None, :] * 2 + half)
         top = (high >> (8 * (k % 4))[None, :].to(tl.int32)) >> (6 - 2 * register)[None, :].to(tl.int32)
         code = ((byte >> (4 * half)) & 15) | ((top & 3) << 4)
         code = (code << 26) >> 26

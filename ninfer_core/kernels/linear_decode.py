@@ -38,13 +38,13 @@ def unit_after(i: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr):
 @triton.jit
 def load_units(
     w, wh, ws, TILES: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr,
-    RUN: tl.constexpr,
+    RUN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """`S` steps of `TILES` row tiles from pointers [X, 32]: a flat tuple of units, tile by tile within a step."""
     units = ()
     for i in tl.static_range(S):
         for r in tl.static_range(TILES):
-            units = units + (load_unit(w, wh, ws, r * U + unit_after(i, X, RUN), FMT),)  # noqa: RUF005
+            units = units + (load_unit(w, wh, ws, r * U + unit_after(i, X, RUN), FMT, PTX),)  # noqa: RUF005
     return units
 
 
@@ -113,14 +113,14 @@ def tile_products(
     warp = tl.arange(0, X)[:, None]
     wp, hp, sp = unit_pointers(w, wh, ws, tile * U + warp * RUN, lane, FMT)
     qp, xp = activation_pointers(q, s, warp * RUN, lane, FMT)
-    units = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN)
+    units = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN, PTX)
     wait_for_inputs(PDL)
     acc = fresh(TILES, X)
     if STAGES <= 2:
         for c in tl.static_range(STAGES):
             if c > 0:
                 units = load_units(
-                    wp + c * AHEAD * 128, hp + c * AHEAD * HIGH, sp + c * AHEAD * 8, TILES, U, S, FMT, X, RUN
+                    wp + c * AHEAD * 128, hp + c * AHEAD * HIGH, sp + c * AHEAD * 8, TILES, U, S, FMT, X, RUN, PTX
                 )
             acc = add_stage(
                 acc, units, qp + c * AHEAD * HALVES * 64, xp + c * AHEAD * HALVES * 8, ss, c * S, lane, eps,
@@ -133,7 +133,7 @@ def tile_products(
             wp += step * 128
             hp += step * HIGH
             sp += step * 8
-            following = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN)
+            following = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN, PTX)
             acc = add_stage(acc, units, qp, xp, ss, c * S, lane, eps, TILES, S, FMT, HEADS, X, RUN, PTX)
             qp += AHEAD * HALVES * 64
             xp += AHEAD * HALVES * 8

@@ -153,8 +153,8 @@ def gate_up_tile(
     up = fresh(2, X)
     for c in tl.static_range(U // (X * S)):
         n = c * S * X
-        gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1)
-        ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1)
+        gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1, PTX)
+        ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1, PTX)
         gate = add_units(gate, gates, qp + n * HALVES * 64, xp + n * HALVES * 8, 2, S, FMT, X, 1, PTX)
         up = add_units(up, ups, qp + n * HALVES * 64, xp + n * HALVES * 8, 2, S, FMT, X, 1, PTX)
     factor = row_factors(ss, eps, PARTS, PARTS_BLOCK, K)[None, :]
@@ -197,7 +197,7 @@ def down_sums(
     units = ()
     for i in tl.static_range(S):
         for r in tl.static_range(2):
-            units = units + (load_unit(wp, hp, sp, r * U + i * STEP, FMT),)  # noqa: RUF005
+            units = units + (load_unit(wp, hp, sp, r * U + i * STEP, FMT, PTX),)  # noqa: RUF005
     acc = fresh(2, X)
     for i in tl.static_range(S):
         b, scales = pair_activation(qp, xp, i * STEP, FMT)

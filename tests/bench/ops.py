@@ -53,8 +53,8 @@ def random_matrix(rows: int, columns: int, fmt: str) -> KernelMatrix:
     spread = {"W8": 74.0, "Q4": 4.6, "Q5": 9.2, "Q6": 18.5}[fmt]
     scales = (torch.rand(rows, groups, device=DEVICE) + 0.5) / (spread * columns**0.5)
     return KernelMatrix(
-        words(rows // 16, groups, 4, 32),
-        words(rows // 16, groups, planes, 32),
+        words(rows // 16, groups, 32, 4),
+        words(rows // 16, groups, 32, planes),
         scales.half().view(torch.int32).view(rows // 16, groups, 8),
         fmt,
         rows,
