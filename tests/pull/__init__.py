@@ -1,0 +1,1 @@
+"""Downloads against a hub that runs on this machine."""
