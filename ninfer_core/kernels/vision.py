@@ -1,6 +1,8 @@
-"""Operations of the vision tower: layer norm, product with bias, segment attention, position table, rotary angles."""
+"""Operations of the vision tower: patches, layer norm, product with bias, segment attention, positions, angles."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ def biased_linear(x: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
     Math: `y = x dense + bias`, `dense` being the transposed weight.
     Shapes: `x [P, K]`, `dense [K, N]`, `bias [N]`, result `[P, N]`.
     Domain: any P >= 1.
-    Numeric: fp32 accumulation, fp32 result.
+    Numeric: fp32 accumulation; the result has the type of the weight.
     Effects: none.
     """
     return dispatch(biased_linear_ref, x, dense, bias)
@@ -39,7 +41,7 @@ def biased_linear(x: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
 
 def biased_linear_ref(x: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
     """Twin of `biased_linear`."""
-    return torch.addmm(bias, x.to(dense.dtype), dense).float()
+    return torch.addmm(bias, x.to(dense.dtype), dense)
 
 
 def segment_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tuple[int, int]], heads: int) -> Tensor:
@@ -49,8 +51,8 @@ def segment_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tupl
     Shapes: `qkv [P, 3 heads D]` (query, key, value, each head-major), `cos`, `sin` `[P, D]` with the sine of the
     first half negated, `segments`: (number, length) of consecutive segments, their products add up to P; result `[P,
     heads D]`.
-    Domain: every length >= 1.
-    Numeric: fp32.
+    Domain: every length >= 1; fp32 or bf16.
+    Numeric: angles applied in fp32, scores and sums in fp32; the result has the type of `qkv`.
     Effects: none.
     """
     return dispatch(segment_attention_ref, qkv, cos, sin, segments, heads)
@@ -74,7 +76,35 @@ def segment_attention_ref(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = torch.cat(x.chunk(2, -1)[::-1], -1)
-    return x * cos.unsqueeze(1) + swapped * sin.unsqueeze(1)
+    return (x * cos.unsqueeze(1) + swapped * sin.unsqueeze(1)).to(x.dtype)
+
+
+def patch_rows(
+    frames: Tensor,
+    patch: int,
+    temporal: int,
+    merge: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Patches of the frames of one medium.
+
+    Math: `(v - 255 mean) / (255 std)` per channel. A row holds one patch of `temporal` frames: channel, frame, row,
+    column. Rows go slice by slice, inside a slice in merge-block order. The last frame is repeated to fill a slice.
+    Shapes: `frames [F, H, W, C]` uint8; result `[ceil(F / temporal) * H / patch * W / patch, C * temporal * patch^2]`.
+    Domain: `H`, `W` multiples of `patch * merge`.
+    Numeric: fp32, rounded once to `dtype`.
+    Effects: none.
+    """
+    count, height, width, channels = frames.shape
+    shift, scale = (torch.tensor(values, device=frames.device).mul(255) for values in (mean, std))
+    x = ((frames.float() - shift) / scale).to(dtype)
+    if count % temporal:
+        x = torch.cat((x, x[-1:].expand(temporal - count % temporal, -1, -1, -1)))
+    slices, side = x.shape[0] // temporal, patch * merge
+    x = x.view(slices, temporal, height // side, merge, patch, width // side, merge, patch, channels)
+    return x.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels * temporal * patch**2)
 
 
 def merge_order(height: int, width: int, merge: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,8 +11,27 @@ from torch.nn.functional import gelu
 
 from ..config import VisionConfig
 from ..errors import InvalidRequestError
-from ..kernels.vision import biased_linear, layer_norm, patch_angles, position_rows, segment_attention
-from ..weights import VisionBlock, VisionLinear, VisionWeights
+from ..kernels.vision import biased_linear, layer_norm, patch_angles, patch_rows, position_rows, segment_attention
+from ..weights import VisionBlock, VisionLinear, VisionNorm, VisionWeights
+
+TILE = 8192
+"""Patch rows that go through the wide layers at a time, which bounds what they need beside the residual."""
+
+
+class Pixels(Protocol):
+    """A prepared image or video: `frames [F, H, W, 3]` uint8, resized, and its normalisation per channel."""
+
+    @property
+    def frames(self) -> object:
+        """The frames as a numpy array; one for an image."""
+
+    @property
+    def mean(self) -> Sequence[float]:
+        """Subtracted, as a share of 255."""
+
+    @property
+    def std(self) -> Sequence[float]:
+        """Divided by, as a share of 255."""
 
 
 class VisionTower:
@@ -20,24 +40,55 @@ class VisionTower:
     def __init__(self, weights: VisionWeights, config: VisionConfig) -> None:
         self.weights, self.config = weights, config
         self.device = weights.position.device
+        self.dtype = weights.patch.dense.dtype
 
     @torch.inference_mode()
     def features(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         """Features of one or more media.
 
         Args:
-            patches: patch rows `[P, channels * 2 * 16 * 16]` in fp32, media after each other; in a slice `2 x 2`
-            blocks in
-                raster order, inside a block row by row.
+            patches: patch rows `[P, channels * 2 * 16 * 16]` (`kernels.vision.patch_rows`), media after each other.
             grids: `(slices, patch rows, patch columns)` of every medium.
 
         Returns:
-            `[P / 4, text width]` fp32, in the order of the placeholders.
+            `[P / 4, text width]` in the type of the weights, in the order of the placeholders.
 
         Raises:
             InvalidRequestError: the grids do not fit the patches, or a side is not even.
         """
-        merge = self.config.spatial_merge_size
+        encoding = Encoding(self, patches, grids)
+        while not encoding.advance(1 << 62):
+            pass
+        return encoding.features
+
+    @torch.inference_mode()
+    def begin(self, pixels: Pixels, grid: tuple[int, int, int]) -> Encoding:
+        """Start on one medium; its work is done by `Encoding.advance`.
+
+        Raises:
+            InvalidRequestError: see `features`.
+        """
+        c = self.config
+        frames = torch.as_tensor(pixels.frames).to(self.device, non_blocking=True)
+        sizes = (c.patch_size, c.temporal_patch_size, c.spatial_merge_size)
+        return Encoding(self, patch_rows(frames, *sizes, pixels.mean, pixels.std, self.dtype), [grid])
+
+    def workspace(self, patches: int) -> int:
+        """Bytes that a medium of that many patch rows takes beside the weights, its features included."""
+        c, size = self.config, self.dtype.itemsize
+        inner = max(c.intermediate_size, c.hidden_size * c.spatial_merge_size**2)
+        row = c.hidden_size * (4 + 4 * size) + c.head_dim * 8 + c.out_hidden_size * size // c.spatial_merge_size**2
+        # the frames, normalised and in patch order, are gone before the blocks begin
+        row = max(row, c.patch_dim * (6 + size) + c.hidden_size * 4)
+        return patches * row + min(patches, TILE) * (2 * inner * size + 8 * c.hidden_size)
+
+
+class Encoding:
+    """Media on their way through the tower, some blocks at a time, so that other work goes on between."""
+
+    def __init__(self, tower: VisionTower, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> None:
+        config, device = tower.config, tower.device
+        merge = config.spatial_merge_size
         if any(h % merge or w % merge for _, h, w in grids):
             raise InvalidRequestError(f"grid sides must be multiples of {merge}, found {list(grids)}", param="messages")
         if sum(t * h * w for t, h, w in grids) != patches.shape[0]:
@@ -45,29 +96,71 @@ class VisionTower:
                 f"grids {list(grids)} need {sum(t * h * w for t, h, w in grids)} patch rows, found {patches.shape[0]}",
                 param="messages",
             )
-        w = self.weights
-        x = _linear(patches.to(self.device).float(), w.patch)
-        x = x + torch.cat([position_rows(w.position, h, c, merge).repeat(t, 1) for t, h, c in grids])
-        dim = self.config.head_dim
-        angles = [patch_angles(h, c, merge, dim, self.device) for _, h, c in grids]
-        cos, sin = (
+        self._tower, self._next = tower, 0
+        self._segments = [(t, h * c) for t, h, c in grids]
+        angles = [patch_angles(h, c, merge, config.head_dim, device) for _, h, c in grids]
+        self._cos, self._sin = (
             torch.cat([pair[i].repeat(t, 1) for pair, (t, _, _) in zip(angles, grids, strict=True)]) for i in (0, 1)
         )
-        segments = [(t, h * c) for t, h, c in grids]
-        for block in w.blocks:
-            x = self._block(x, block, cos, sin, segments)
-        y = layer_norm(x, w.merger_norm.weight, w.merger_norm.bias).view(x.shape[0] // merge**2, -1)
-        return _linear(gelu(_linear(y, w.merger_fc1)), w.merger_fc2)
+        weights = tower.weights
+        x = _tiled(lambda rows: _linear(rows, weights.patch).float(), patches.to(device))
+        position = [position_rows(weights.position, h, c, merge).repeat(t, 1) for t, h, c in grids]
+        self._x: Tensor | None = x.add_(torch.cat(position))
+        self._features: Tensor | None = None
 
-    def _block(
-        self, x: Tensor, block: VisionBlock, cos: Tensor, sin: Tensor, segments: list[tuple[int, int]]
-    ) -> Tensor:
-        """One block, `x [P, width]` -> `[P, width]`."""
-        qkv = _linear(layer_norm(x, block.norm1.weight, block.norm1.bias), block.qkv)
-        x = x + _linear(segment_attention(qkv, cos, sin, segments, self.config.num_heads), block.output)
-        hidden = _linear(layer_norm(x, block.norm2.weight, block.norm2.bias), block.fc1)
-        return x + _linear(gelu(hidden, approximate="tanh"), block.fc2)
+    @property
+    def features(self) -> Tensor:
+        """`[P / 4, text width]`, once `advance` has said so."""
+        assert self._features is not None
+        return self._features
+
+    @torch.inference_mode()
+    def advance(self, budget: int) -> bool:
+        """Run blocks for about `budget` patch rows x blocks, one at least; True when the features are there."""
+        x, weights, config = self._x, self._tower.weights, self._tower.config
+        if x is None:
+            return True
+        first, self._next = self._next, min(len(weights.blocks), self._next + max(1, budget // x.shape[0]))
+        for block in weights.blocks[first : self._next]:
+            self._block(x, block)
+        if self._next < len(weights.blocks):
+            return False
+        group = config.spatial_merge_size**2
+
+        def merged(rows: Tensor) -> Tensor:
+            y = _norm(rows, weights.merger_norm).view(rows.shape[0] // group, -1)
+            return _linear(gelu(_linear(y, weights.merger_fc1)), weights.merger_fc2)
+
+        self._features, self._x = _tiled(merged, x), None
+        return True
+
+    def _block(self, x: Tensor, block: VisionBlock) -> None:
+        """One block, in place on the residual `x [P, width]` fp32."""
+        qkv = _tiled(lambda rows: _linear(_norm(rows, block.norm1), block.qkv), x)
+        mixed = segment_attention(qkv, self._cos, self._sin, self._segments, self._tower.config.num_heads)
+        del qkv
+        for rows, part in zip(x.split(TILE), mixed.split(TILE), strict=True):
+            rows += _linear(part, block.output)
+            hidden = _linear(_norm(rows, block.norm2), block.fc1)
+            rows += _linear(gelu(hidden, approximate="tanh"), block.fc2)
+
+
+def _norm(x: Tensor, norm: VisionNorm) -> Tensor:
+    return layer_norm(x, norm.weight, norm.bias)
 
 
 def _linear(x: Tensor, weight: VisionLinear) -> Tensor:
     return biased_linear(x, weight.dense, weight.bias)
+
+
+def _tiled(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of rows, or of groups of them, `TILE` rows at a time."""
+    part = function(x[:TILE])
+    if x.shape[0] <= TILE:
+        return part
+    ratio = TILE // part.shape[0]
+    out = part.new_empty(x.shape[0] // ratio, part.shape[1])
+    out[: part.shape[0]] = part
+    for first in range(TILE, x.shape[0], TILE):
+        out[first // ratio : (first + TILE) // ratio] = function(x[first : first + TILE])
+    return out

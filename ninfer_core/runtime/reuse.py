@@ -40,9 +40,16 @@ class Seat:
     exact: bool = True
 
 
-def prompt_keys(prompt: Prompt) -> list[Hashable] | None:
-    """The keys of a prompt's positions; None where its content cannot be told from its tokens (media)."""
-    return None if prompt.media else list(prompt.token_ids)
+def prompt_keys(prompt: Prompt) -> list[Hashable]:
+    """The keys of a prompt's positions: token ids, and where features begin the digest of their medium.
+
+    The digest covers all pixels and the grid, so the pads behind it need no more than their ids.
+    """
+    keys: list[Hashable] = list(prompt.token_ids)
+    for placed in prompt.media:
+        for number, (start, _) in enumerate(placed.spans):
+            keys[start] = (placed.media.digest, number)
+    return keys
 
 
 def chunk_ends(cuts: Sequence[int], target: int, chunk: int) -> list[int]:
@@ -105,7 +112,7 @@ class Reuse:
                 pass
         return self.pages.take(count)
 
-    def seat(self, keys: Keys | None, limit: int, count: int, name: str) -> Seat | None:
+    def seat(self, keys: Keys, limit: int, count: int, name: str) -> Seat | None:
         """A slot and `count` pages, resumed at the deepest checkpoint among the first `limit` keys; None if not free.
 
         `name`: the request's, for the log.
@@ -115,7 +122,7 @@ class Reuse:
         asked = (name, self.pages.given, self.pages.free)
         if asked == self._refused:
             return None  # nothing has changed since
-        match = self.cache.match(keys, limit) if self.enabled and keys is not None else _NOTHING
+        match = self.cache.match(keys, limit) if self.enabled else _NOTHING
         seat = self._resume(match.checkpoint, count) if match.checkpoint is not None else None
         if seat is None:
             pages = self.take_pages(count)
@@ -125,7 +132,7 @@ class Reuse:
             slot = self.slots.one()
             self._state.clear_slot(slot)
             seat = Seat(pages, slot)
-        if self.enabled and keys is not None:
+        if self.enabled:
             self._note(keys, match, seat, name)
         return seat
 
@@ -164,11 +171,11 @@ class Reuse:
         if len(keys) - seat.length > self._chunk and len(self.cache) and (match.instead or where > seat.length):
             parts.append(f"the first {where:,} are known")
             if match.instead:
-                before = self._describe(keys[max(0, where - 12) : where])
-                parts.append(
-                    f"behind {before!r} the nearest known prompt has {self._describe(match.instead[:12])!r}, "
-                    f"this one {self._describe(keys[where : where + 12])!r}"
+                before, known, this = (
+                    self._describe([key for key in part if isinstance(key, int)])
+                    for part in (keys[max(0, where - 12) : where], match.instead[:12], keys[where : where + 12])
                 )
+                parts.append(f"behind {before!r} the nearest known prompt has {known!r}, this one {this!r}")
         log.info("%s", "; ".join(parts))
 
     # keeping

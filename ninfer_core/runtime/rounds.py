@@ -15,6 +15,7 @@ from torch import Tensor
 from ..model.decoder import Decoder
 from ..model.mtp import MTP
 from ..state import State
+from .media import PromptMedia
 
 
 @dataclass(slots=True)
@@ -90,11 +91,17 @@ class Rounds:
             steps.append(self._mtp.draft(hidden).tolist())
         return [list(column) for column in zip(*steps, strict=True)]
 
-    def fill(self, window: Window, tokens: list[int], hidden: Tensor) -> None:
-        """Draft-layer rows of a prompt from `window.length` on, for later rows to look at; their results are unused."""
+    def fill(self, window: Window, tokens: list[int], hidden: Tensor, media: PromptMedia | None = None) -> None:
+        """Draft-layer rows of a prompt from `window.length` on, for later rows to look at; their results are unused.
+
+        Row t takes token t + 1, so the features of `media` are those of the tokens one further on.
+        """
         assert self._mtp is not None
         ids = torch.tensor(tokens, device=self._device)
-        self._mtp.prefill(self._state, ids, hidden, window.length, window.pages)
+        start, stop = window.length, window.length + len(tokens)
+        positions = media.positions(start, stop) if media is not None else None
+        embeddings = media.embeddings(start + 1, stop + 1) if media is not None else None
+        self._mtp.prefill(self._state, ids, hidden, start, window.pages, positions, embeddings)
 
     def _rows(
         self,

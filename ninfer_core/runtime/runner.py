@@ -19,8 +19,10 @@ from torch import Tensor
 from ..errors import EngineFailedError
 from ..model.decoder import Decoder
 from ..model.mtp import MTP
+from ..model.vision import VisionTower
 from ..state import State
 from ..types import TokenLogprob
+from .media import PromptMedia
 from .options import PAGE
 from .pace import Pace, Pacer
 from .prefix import Checkpoint, Kind
@@ -40,7 +42,7 @@ class Running:
     `ends`: where its chunks end; `wanted`: those where a checkpoint pays; `kept`: the checkpoints made of it. `keys`
     are what the prefix cache knows the prompt by. `carry` and `behind` are hidden rows that the draft layer has not
     seen, the one before the next chunk and those of steps without drafts. `exact`: the state has the bits of reading
-    the prompt from its start.
+    the prompt from its start. `media`: positions and features of its images and videos.
     """
 
     session: Session
@@ -57,12 +59,13 @@ class Running:
     behind: list[Tensor] = field(default_factory=list)
     pace: Pace = field(default_factory=Pace)
     alone: bool = False
-    keys: list[Hashable] | None = None
+    keys: list[Hashable] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     wanted: dict[int, tuple[Kind, bool]] = field(default_factory=dict)
     kept: list[Checkpoint] = field(default_factory=list)
     base: int = 0
     exact: bool = True
+    media: PromptMedia | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -75,6 +78,11 @@ class Running:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def rope_delta(self) -> int:
+        """Rotary position minus token index, behind the prompt."""
+        return self.media.rope_delta if self.media is not None else 0
+
+    @property
     def prefilling(self) -> bool:
         """Whether part of the prompt is still to be read."""
         return self.length < self.target
@@ -84,18 +92,19 @@ class Running:
         known = self.tokens[self.length : self.length + rows]
         tokens = (known + self.drafts)[:rows]
         tokens += [0] * (rows - len(tokens))
-        return Window(tokens, self.slot, self.length, self.commit, self.table)
+        return Window(tokens, self.slot, self.length, self.commit, self.table, self.rope_delta)
 
     def place(self, length: int) -> Window:
         """A window without tokens: where rows of the draft layer from index `length` on go."""
-        return Window([], self.slot, length, 0, self.table)
+        return Window([], self.slot, length, 0, self.table, self.rope_delta)
 
 
 class Runner:
     """Runs sequences on one device. Not thread-safe: the engine's loop is its only caller.
 
     `decorate` turns a sampler's raw log-probabilities into the public form. `reuse` holds pages, slots and what was
-    kept of earlier prompts. `proposal` replaces drafts in tests.
+    kept of earlier prompts. `tower` reads images. For tests and measurements: `proposal` replaces drafts,
+    `after_chunk` sees every sequence behind each chunk of its prompt.
     """
 
     def __init__(
@@ -110,6 +119,7 @@ class Runner:
         decorate: Callable[[Sequence[RawLogprob]], list[TokenLogprob]],
         device: torch.device | str = "cpu",
         adaptive: bool = True,
+        tower: VisionTower | None = None,
     ) -> None:
         if prefill_chunk % PAGE or prefill_chunk < PAGE:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be a multiple of {PAGE}")
@@ -124,6 +134,8 @@ class Runner:
         self.reuse = reuse
         self.pages, self.slots = reuse.pages, reuse.slots
         self.proposal: Proposal | None = None
+        self.after_chunk: Callable[[Running], None] | None = None
+        self._tower = tower
         self._pacer = Pacer(self.draft_tokens, enabled=adaptive)
 
     # opening and closing
@@ -144,7 +156,10 @@ class Runner:
         session.cached_tokens = seat.length
         sequence = Running(session, sampler, seat.slot, [], torch.empty(0), tokens, len(tokens), keys=keys)
         sequence.ends = chunk_ends(prompt.cuts, len(tokens), self._chunk)
-        sequence.wanted = self.reuse.wanted(prompt, sequence.ends) if keys is not None else {}
+        sequence.wanted = self.reuse.wanted(prompt, sequence.ends)
+        if prompt.media:
+            assert self._tower is not None
+            sequence.media = PromptMedia(self._tower, len(tokens), prompt.media)
         self._sit(sequence, seat)
         return sequence
 
@@ -153,11 +168,10 @@ class Runner:
 
         Waiting for that costs no time, as prompts are read one chunk after the other, and saves the reading.
         """
-        keys = prompt_keys(session.prompt) if self.reuse.enabled and others else None
-        return keys is not None and any(
+        keys = prompt_keys(session.prompt) if self.reuse.enabled and others else []
+        return any(
             other.length < end < len(keys) and keys[:end] == other.keys[:end]
             for other in others
-            if other.keys is not None
             for end in other.wanted
         )
 
@@ -234,16 +248,22 @@ class Runner:
     def prefill(self, sequence: Running) -> None:
         """Read one chunk. Where chunks end follows from the prompt alone, so equal prompts give equal bits.
 
-        Behind the last chunk the first token is sampled and delivered.
+        While the chunk needs features that are not there, one step of the vision tower instead. Behind the last chunk
+        the first token is sampled and delivered.
         """
         start = sequence.length
         end = sequence.ends[bisect_right(sequence.ends, start)]
+        media = sequence.media
+        if media is not None and media.work(start, end):
+            return
         hidden = self._decoder.prefill(
             self._state,
             torch.tensor(sequence.tokens[start:end], device=self._device),
             sequence.slot,
             start,
             sequence.table,
+            media.positions(start, end) if media is not None else None,
+            media.embeddings(start, end) if media is not None else None,
         )
         sequence.length = end
         if end == sequence.target and len(sequence.tokens) == end:
@@ -251,10 +271,14 @@ class Runner:
             self._emit(sequence, logits, [], drafted=None)
         if self._has_mtp:
             self._fill_drafts(sequence, hidden)
-        if end in sequence.wanted and sequence.keys is not None and bool(hidden[-1].isfinite().all()):
+        if media is not None:
+            media.drop(end)
+        if end in sequence.wanted and bool(hidden[-1].isfinite().all()):
             self._keep(sequence, sequence.keys, *sequence.wanted[end])
         if self._has_mtp and not sequence.prefilling and not sequence.session.ended:
             self._resume_drafts(sequence)
+        if self.after_chunk is not None:
+            self.after_chunk(sequence)
 
     def _fill_drafts(self, sequence: Running, hidden: Tensor) -> None:
         """Draft-layer rows under the last `hidden` rows of the state: each needs the token after it, so one waits."""
@@ -263,7 +287,8 @@ class Runner:
         sequence.carry = hidden[-1:].clone()
         start, end = sequence.length - hidden.shape[0], sequence.length
         if end - 1 > start:
-            self._rounds.fill(sequence.place(start), sequence.tokens[start + 1 : end], hidden[:-1])
+            tokens = sequence.tokens[start + 1 : end]
+            self._rounds.fill(sequence.place(start), tokens, hidden[:-1], sequence.media)
 
     def _resume_drafts(self, sequence: Running) -> None:
         """The row that waited, now that the token after it is known: run as in decoding, and drafts start from it."""
@@ -284,7 +309,7 @@ class Runner:
     def retire(self, sequence: Running) -> None:
         """A sequence has ended well: keep the state behind its answer, where a tool result may follow."""
         worth = sequence.length - max([sequence.base, *(c.length for c in sequence.kept)]) >= self._chunk // 4
-        if not (self.reuse.answers and worth) or sequence.keys is None or sequence.prefilling:
+        if not (self.reuse.answers and worth) or sequence.prefilling:
             return
         if sequence.commit:
             self._decoder.flush(self._state, [sequence.slot], [sequence.commit])

@@ -8,11 +8,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import RequestTimeoutError
 from ..types import Event, Finish, FinishReason, Timings, TokenLogprob, Usage
 from .handle import RequestHandle
+
+
+class Medium(Protocol):
+    """What the engine needs of a prepared image or video."""
+
+    @property
+    def frames(self) -> Any:
+        """Pixels `[F, H, W, 3]` uint8, resized."""
+
+    @property
+    def mean(self) -> Sequence[float]:
+        """Normalisation: subtracted, as a share of 255."""
+
+    @property
+    def std(self) -> Sequence[float]:
+        """Normalisation: divided by, as a share of 255."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Slices, patch rows, patch columns."""
+
+    @property
+    def digest(self) -> bytes:
+        """Names its pixels and its grid."""
+
+
+class PlacedMedium(Protocol):
+    """A medium and the token spans of its features: one for an image, one per pair of frames for a video."""
+
+    @property
+    def media(self) -> Medium:
+        """The medium."""
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """`[start, stop)`, ascending."""
 
 
 class Prompt(Protocol):
@@ -27,8 +63,8 @@ class Prompt(Protocol):
         """The output begins inside a think block."""
 
     @property
-    def media(self) -> Sequence[object]:
-        """Images and videos."""
+    def media(self) -> Sequence[PlacedMedium]:
+        """Images and videos in order of appearance."""
 
     @property
     def checkpoints(self) -> Sequence[int]:

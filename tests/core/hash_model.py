@@ -99,7 +99,8 @@ class HashDecoder:
         state.write(state.trunk, table, start, rows)
         return [value for _, value in rows]
 
-    def prefill(self, state, tokens, slot, start, table):
+    def prefill(self, state, tokens, slot, start, table, positions=None, embeddings=None):
+        assert positions is None and embeddings is None  # text only
         state.check(slot, table, start)
         value, length, window = state.slots[slot]
         assert not window, "a prompt chunk with a window pending"
@@ -133,7 +134,8 @@ class HashDecoder:
 
 
 class HashMTP:
-    def prefill(self, state, tokens, hidden, start, table):
+    def prefill(self, state, tokens, hidden, start, table, positions=None, embeddings=None):
+        assert positions is None and embeddings is None
         rows = list(zip(hidden[:, 0].tolist(), tokens.tolist(), strict=True))
         state.check_draft(table, start)
         state.write(state.draft, table, start, rows)

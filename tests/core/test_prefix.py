@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 from hash_model import FRONTEND, Machine, answer
@@ -157,11 +158,14 @@ def test_a_longer_prompt_is_read_in_the_same_chunks(cuts, first, second):
         assert 0 < b - a <= 256 and (b % 256 == 0 or b - a >= 64 or b == long)
 
 
-def test_prompts_with_media_are_not_known_by_their_tokens():
-    prompt = FRONTEND.prepare(Request(prompt=text(5)))
-    assert prompt_keys(prompt) == list(text(5))
-    object.__setattr__(prompt, "media", (object(),))
-    assert prompt_keys(prompt) is None
+def test_prompts_with_media_are_not_known_by_their_tokens_alone():
+    prompt = FRONTEND.prepare(Request(prompt=text(9)))
+    assert prompt_keys(prompt) == list(text(9))
+    placed = SimpleNamespace(media=SimpleNamespace(digest=b"one"), spans=((2, 4), (6, 8)))
+    object.__setattr__(prompt, "media", (placed,))
+    keys, tokens = prompt_keys(prompt), list(text(9))
+    assert keys[2] == (b"one", 0) and keys[6] == (b"one", 1)
+    assert [i for i in range(9) if keys[i] != tokens[i]] == [2, 6]
 
 
 def chat(*turns, tools=()):
