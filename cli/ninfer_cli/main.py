@@ -346,17 +346,22 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def program(argv: list[str]) -> typer.Typer:
-    """The app, with `serve` and the completion options only where they can matter: they take half a second to parse."""
+    """The app, with `serve`, `bench` and the completion options only where they can matter: they take half a second."""
     first = argv[0] if argv else "--help"
     plain = not first.startswith("-") and "_NINFER_COMPLETE" not in os.environ
     if (first == "serve" or not plain) and "serve" not in [command.name for command in app.registered_commands]:
         from .server.command import serve
 
         app.command("serve")(guarded(serve))
+    if (first == "bench" or not plain) and "bench" not in [group.name for group in app.registered_groups]:
+        from . import bench
+
+        app.add_typer(bench.group(guarded), name="bench")
     if plain:
         return app
     full = _typer(completion=True)
     full.registered_callback, full.registered_commands = app.registered_callback, app.registered_commands
+    full.registered_groups = app.registered_groups
     return full
 
 

@@ -1,0 +1,294 @@
+"""What is measured: an engine with a model's weights, or the same scheduler and runner over random weights."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifact import Artifact
+from ..config import PUBLISHED, ModelConfig
+from ..engine import Engine
+from ..errors import InvalidRequestError
+from ..inventory import default_recipe, inventory
+from ..runtime.handle import RequestHandle
+from ..runtime.options import EngineOptions
+from ..runtime.runner import Runner, Running
+from ..runtime.sampler import Sampler
+from ..runtime.session import Session
+from ..runtime.validation import SamplingParams
+from ..types import Event, FinishReason, Request, Sampling, TextDelta
+from .floors import Formats
+
+SAMPLING = Sampling(temperature=1.0, top_p=0.95, top_k=20)
+"""How every measured token is drawn: the models' own setting for thinking."""
+RANDOM = {"35b-a3b": "qwen3.6-35b-a3b", "27b": "qwen3.6-27b", "demo": "ninfer-demo"}
+"""Names of `--random-weights`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to measure: `model` is a name or path; or, with `random`, a shape of `RANDOM` with random weights."""
+
+    model: str = ""
+    random: str = ""
+    device: str = "auto"
+    kv_cache: str = "int8"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Subject(ABC):
+    """Something that generates. Attributes: what the measurements need to know of it.
+
+    `label` begins the names of its figures; `weights` is "artifact" or "random"; `addressable`: ids that can be drawn.
+    """
+
+    label: str
+    weights: str
+    config: ModelConfig
+    formats: Formats
+    device: torch.device
+    route: str
+    kv_cache: str
+    draft_tokens: int
+    context_length: int
+    addressable: int
+    runner: Runner
+
+    @abstractmethod
+    def start(self, tokens: Sequence[int], limit: int, seed: int) -> RequestHandle:
+        """Submit a prompt of token ids whose answer has exactly `limit` tokens, if it fits."""
+
+    @abstractmethod
+    def prompt(self, length: int, seed: int) -> list[int]:
+        """A prompt of exactly `length` tokens that no other seed begins with."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything."""
+
+    @contextmanager
+    def watching(self, watch: Callable[[Running], None]) -> Iterator[None]:
+        """Call `watch` with the sequence after every prompt chunk."""
+        self.runner.after_chunk = watch
+        try:
+            yield
+        finally:
+            self.runner.after_chunk = None
+
+
+class EngineSubject(Subject):
+    """A model in the public engine: everything a caller waits for is measured."""
+
+    weights = "artifact"
+
+    def __init__(self, target: Target, *, draft_tokens: int, max_sequences: int, context: int | None) -> None:
+        options = EngineOptions(
+            model=target.model,
+            device=target.device,  # type: ignore[arg-type]
+            kv_cache=target.kv_cache,  # type: ignore[arg-type]
+            draft_tokens=draft_tokens,
+            max_sequences=max_sequences,
+            max_queue=4 * max_sequences + 8,
+            context_length="auto" if context is None else context,
+            prefix_cache=False,
+            adaptive_drafts=False,
+            **target.options,
+        )
+        self._engine = engine = Engine.load(options=options)
+        with Artifact.open(engine._path) as artifact:
+            self.formats = {name: (info.shape, info.format) for name, info in artifact.tensors.items()}
+        self.label, self.config, self.route = engine.model_id, engine.config, engine.route
+        self.device = engine._runner._device
+        self.kv_cache, self.draft_tokens = target.kv_cache, engine.draft_tokens
+        self.context_length = engine.context_length
+        self.addressable = engine.tokenizer.addressable
+        self.runner = engine._runner
+
+    def start(self, tokens: Sequence[int], limit: int, seed: int) -> RequestHandle:
+        """See `Subject.start`."""
+        sampling = Sampling(SAMPLING.temperature, SAMPLING.top_p, SAMPLING.top_k, seed=seed)
+        request = Request(prompt=tuple(tokens), max_tokens=limit, ignore_eos=True, sampling=sampling, thinking=False)
+        return self._engine.submit(request)
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        """Prose of our own in an order that the seed chooses."""
+        from .workloads import prose
+
+        return prose(self._engine.tokenizer.encode, length, seed)
+
+    def close(self) -> None:
+        """See `Subject.close`."""
+        self._engine.close()
+
+
+class RandomSource:
+    """Random tensors under the object names of an artifact: what `load_weights` reads.
+
+    Matrices have a standard deviation of columns ** -0.5, so that activations keep their size through all layers.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self.config = config
+        self.formats: Formats = inventory(config, default_recipe(config), vision=False)
+        self.tensors: Mapping[str, object] = self.formats
+        self._seed = seed
+
+    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One object, the same for every call."""
+        shape, _ = self.formats[name]
+        generator = torch.Generator().manual_seed(self._seed + sum(name.encode()) * 7919 + len(name))
+        if name.endswith("token_ids"):
+            return torch.randperm(self.config.vocab_size, generator=generator)[: shape[0]]
+        scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.1
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+class RandomSubject(Subject):
+    """Random weights in the recipe's formats, behind the engine's own scheduler and runner, without text."""
+
+    weights = "random"
+
+    def __init__(self, target: Target, *, draft_tokens: int, max_sequences: int, context: int | None) -> None:
+        from ..runtime.loading import load_model
+        from ..runtime.loop import start_loop
+        from ..runtime.reuse import Reuse
+
+        config = random_config(target.random)
+        source = RandomSource(config, seed=7)
+        options = EngineOptions(
+            model=target.random,
+            device=target.device,  # type: ignore[arg-type]
+            kv_cache=target.kv_cache,  # type: ignore[arg-type]
+            draft_tokens=draft_tokens,
+            max_sequences=max_sequences,
+            context_length="auto" if context is None else context,
+            prefix_cache=False,
+            **target.options,
+        )
+        loaded = load_model(source, options)  # type: ignore[arg-type]
+        self.formats, self.config, self.device, self.route = source.formats, config, loaded.device, loaded.route
+        self.label = f"{config.model_id}-random"
+        self.kv_cache, self.draft_tokens = target.kv_cache, loaded.draft_tokens
+        self.context_length = loaded.plan.context_length
+        self.addressable = config.vocab_size
+        reuse = Reuse(
+            loaded.state, slots=loaded.plan.slots, pages=loaded.plan.pages, checkpoints=0, chunk=options.prefill_chunk
+        )
+        self.runner = Runner(
+            loaded.decoder,
+            loaded.mtp,
+            loaded.state,
+            reuse=reuse,
+            draft_tokens=loaded.draft_tokens,
+            prefill_chunk=options.prefill_chunk,
+            decorate=lambda raw: [],
+            device=loaded.device,
+            adaptive=False,
+        )
+        self._scheduler, self._loop = start_loop(
+            self.runner,
+            max_sequences=max_sequences,
+            max_queue=4 * max_sequences + 8,
+            threads=loaded.threads,
+            name=self.label,
+        )
+
+    def start(self, tokens: Sequence[int], limit: int, seed: int) -> RequestHandle:
+        """See `Subject.start`."""
+        handle = RequestHandle(Request(prompt=tuple(tokens)), on_cancel=self._scheduler.notify)
+        session = Session(handle, TokenPrompt(tuple(tokens)), CountingMachine(), limit=limit, seed=seed)
+        self._scheduler.enqueue(session, Sampler(sampling_params(seed), addressable=self.addressable, prompt=tokens))
+        return handle
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        """Random ids."""
+        return random.Random(seed).choices(range(self.addressable), k=length)
+
+    def close(self) -> None:
+        """See `Subject.close`."""
+        self._loop.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt that is token ids alone."""
+
+    token_ids: tuple[int, ...]
+    thinking: bool = False
+    media: tuple[Any, ...] = ()
+    checkpoints: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
+
+
+class CountingMachine:
+    """An output machine for ids without text: keeps everything, writes nothing."""
+
+    stopped = False
+    kept = 0
+    in_reasoning = False
+    reasoning_tokens = 0
+    stop_sequence: str | None = None
+
+    def feed(self, ids: Sequence[int], logprobs: Any = None) -> list[Event]:
+        """Take all, and say that something came."""
+        self.kept = len(ids)
+        return [TextDelta("")]
+
+    def forced_close(self) -> list[int]:
+        """There is nothing to close."""
+        return []
+
+    def finish(self, reason: FinishReason) -> list[Event]:
+        """There is nothing to flush."""
+        return []
+
+    def finish_reason(self, default: FinishReason) -> FinishReason:
+        """The reason as given."""
+        return default
+
+
+def sampling_params(seed: int) -> SamplingParams:
+    """`SAMPLING` with every field set."""
+    from ..runtime.validation import resolve_sampling
+
+    given = Sampling(SAMPLING.temperature, SAMPLING.top_p, SAMPLING.top_k, seed=seed)
+    rest = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0}
+    return resolve_sampling(given, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **rest})
+
+
+def random_config(name: str) -> ModelConfig:
+    """The configuration of a shape of `RANDOM`.
+
+    Raises:
+        InvalidRequestError: an unknown name.
+    """
+    if name not in RANDOM:
+        raise InvalidRequestError(
+            f"--random-weights is {name!r}; it must be one of {', '.join(RANDOM)}", param="random_weights"
+        )
+    if name == "demo":
+        from .. import store
+
+        with Artifact.open(store.demo_path()) as artifact:
+            return artifact.config
+    return PUBLISHED[RANDOM[name]]
+
+
+def open_subject(target: Target, *, draft_tokens: int, max_sequences: int = 1, context: int | None = None) -> Subject:
+    """Load what `target` says.
+
+    Raises:
+        ModelNotFoundError, ArtifactError, DeviceError, MemoryPlanError: see `Engine.load`.
+        InvalidRequestError: both a model and random weights, or neither.
+    """
+    if bool(target.model) == bool(target.random):
+        raise InvalidRequestError("name either a model or --random-weights, not both and not neither", param="model")
+    made = RandomSubject if target.random else EngineSubject
+    return made(target, draft_tokens=draft_tokens, max_sequences=max_sequences, context=context)
