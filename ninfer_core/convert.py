@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +36,13 @@ SYNC_BYTES = 256 << 20  # output is flushed to disk and journaled about this oft
 JOURNAL, SINGLE = "journal.jsonl", "model.ninfer"
 IDS = "text/draft_head_token_ids"
 Progress = Callable[[str, int, int], None]
+
+
+class Shards(Protocol):
+    """Brings files of a checkpoint that is not here as a whole; every file must be there with its size and header."""
+
+    def provide(self, files: frozenset[str], later: frozenset[str]) -> None:
+        """Return once `files` can be read; what is neither among them nor needed `later` may go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,19 @@ class _Plan:
         """Bytes of the result, without the manifest."""
         return sum(size for _, size in self.heads.values()) + sum(map(len, self.small.values()))
 
+    def files_of(self, name: str) -> frozenset[str]:
+        """Checkpoint files that an object is read from."""
+        source = self.sources.get(name)
+        return frozenset(
+            file
+            for part in (source.parts if source else ())
+            for table, key in (
+                (self.checkpoint.tensors, part.source),
+                (self.checkpoint.scales, self.checkpoint.scale_name(part.source)),
+            )
+            for file, _ in ([table[key]] if key in table else ())
+        )
+
 
 def convert(
     src: str | os.PathLike[str],
@@ -95,6 +115,7 @@ def convert(
     draft: bool | None = None,
     workers: int | None = None,
     max_shard: int = MAX_SHARD,
+    shards: Shards | None = None,
 ) -> ConvertReport:
     """Convert a Hugging Face checkpoint folder (BF16, or FP8 with 128 x 128 blocks) to an artifact.
 
@@ -112,6 +133,7 @@ def convert(
             draft head: what the recipe asks for).
         workers: threads; None takes one per CPU, at most 16.
         max_shard: bytes of tensors in one shard.
+        shards: asked for the files of each object before it is read; None where the whole checkpoint is in `src`.
 
     Raises:
         ConvertError: the checkpoint, the options or the counts cannot be used; says what to change.
@@ -132,7 +154,7 @@ def convert(
     resumed = len(done)
     try:
         _check_space(partial, plan)
-        _write(partial, plan, done, progress, workers or min(16, os.cpu_count() or 1))
+        _write(partial, plan, done, progress, workers or min(16, os.cpu_count() or 1), shards)
         _finish(partial, dst, plan, form)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -326,7 +348,9 @@ def _check_space(partial: Path, plan: _Plan) -> None:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _write(partial: Path, plan: _Plan, done: set[str], progress: Progress | None, workers: int) -> None:
+def _write(
+    partial: Path, plan: _Plan, done: set[str], progress: Progress | None, workers: int, shards: Shards | None
+) -> None:
     for file, (head, size) in plan.heads.items():
         path = partial / file
         if not (path.is_file() and path.stat().st_size == size):
@@ -340,9 +364,11 @@ def _write(partial: Path, plan: _Plan, done: set[str], progress: Progress | None
     waiting: list[str] = []
     pool = ThreadPoolExecutor(workers, thread_name_prefix="convert", initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for name in plan.objects:
-            if name in done:
-                continue
+        todo = [name for name in plan.objects if name not in done]
+        for position, name in enumerate(todo):
+            if shards is not None:
+                later = (plan.files_of(other) for other in todo[position + 1 :])
+                shards.provide(plan.files_of(name), frozenset().union(*later))
             for nbytes in _run(pool, _chunks(partial, plan, name), 2 * workers):
                 written += nbytes
                 if progress:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,18 @@ _MAGIC = b"NINFER\x00\x01"
 _ALIGNMENT = 4096
 _DIRECTORY_CAP = 64 << 20
 MANIFEST, _MANIFEST_FORM, _MANIFEST_VERSION = "manifest.json", "ninfer-artifact", 1
-_TEMPORARY = (".tmp", ".part", ".partial", ".incomplete")
+_TEMPORARY = (".tmp", ".part", ".partial", ".incomplete", ".checkpoint")
+ALIASES = "aliases.json"
+REFERENCES = ("ninfer", "main")
+"""Which commit of a cached repository counts: the one that was pulled last, else the one other tools call current."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model this engine is made for; `repository` and `file` name its published artifact, `checkpoint` its origin."""
+    """A model this engine is made for; `repository` and `file` name its published artifact, `checkpoint` its origin.
+
+    `size` (bytes) and `sha256` are those of the published file, known before anybody is asked.
+    """
 
     name: str
     model_id: str
@@ -43,6 +49,8 @@ class KnownModel:
     checkpoint: str = ""
     repository: str = ""
     file: str = ""
+    size: int = 0
+    sha256: str = ""
 
 
 KNOWN = (
@@ -54,6 +62,8 @@ KNOWN = (
         "Qwen/Qwen3.6-27B",
         "neroued/Qwen3.6-27B-NInfer",
         "qwen3_6_27b.ninfer",
+        17_495_365_888,
+        "74fac75f3a6b7ab7b52e08c36969c7a33a8ba23465910eccd72d195adb497127",
     ),
     KnownModel(
         "qwen3.6:35b-a3b",
@@ -63,6 +73,8 @@ KNOWN = (
         "Qwen/Qwen3.6-35B-A3B",
         "neroued/Qwen3.6-35B-A3B-NInfer",
         "qwen3_6_35b_a3b.ninfer",
+        22_783_246_080,
+        "5194407dd6d3092b8c2f81ce41e014b50ca0d6f1ba4e5d8c1492b8652bfa267f",
     ),
     KnownModel("demo", "ninfer-demo", ("ninfer-demo",), "Apache-2.0"),
 )
@@ -74,7 +86,7 @@ class ModelEntry:
 
     `form` is "ninfer" (one file) or "safetensors" (a directory). `digest` is the sha256 of the artifact's own
     directory or manifest: an identity that is cheap to compute, not a check of the payload. `problem` is empty for a
-    usable artifact and otherwise says why it is not.
+    usable artifact and otherwise says why it is not. `alias_of` is set where the name was made by `ninfer cp`.
     """
 
     name: str
@@ -85,6 +97,12 @@ class ModelEntry:
     form: str
     digest: str
     problem: str = ""
+    alias_of: str = ""
+
+    @property
+    def repository(self) -> str:
+        """The hub repository in whose cache folder the artifact lies; empty elsewhere."""
+        return _repository_of(self.path)
 
     @property
     def known(self) -> KnownModel | None:
@@ -128,7 +146,7 @@ def _cache_home(env: Mapping[str, str]) -> Path:
     return Path(base) if base else Path.home() / ".cache"
 
 
-def _hub_dir(env: Mapping[str, str]) -> Path:
+def hub_dir(env: Mapping[str, str]) -> Path:
     """The hub cache, by the same rules as huggingface_hub (whose import would cost more than the listing)."""
     if env.get("HF_HUB_CACHE"):
         return Path(env["HF_HUB_CACHE"]).expanduser()
@@ -170,14 +188,42 @@ def survey(environ: Mapping[str, str] | None = None) -> list[ModelEntry]:
     found: list[ModelEntry] = []
     if demo_path().is_dir():
         found.append(inspect_path(demo_path(), "demo"))
-    folders = [models_dir(env)] if env.get("NINFER_MODELS") else [models_dir(env), *_snapshots(_hub_dir(env))]
+    folders = [models_dir(env)] if env.get("NINFER_MODELS") else [models_dir(env), *_snapshots(hub_dir(env))]
     for folder in folders:
-        found.extend(inspect_path(path, "") for path in _candidates(folder))
-    return found
+        found.extend(inspect_path(path, "") for path in candidates(folder))
+    return found + _alias_entries(found, aliases(env))
+
+
+def aliases(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Names made by `ninfer cp`: name -> the installed name it stands for. A damaged file holds none."""
+    try:
+        value = json.loads((models_dir(environ) / ALIASES).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    return {name: target for name, target in value.items() if isinstance(target, str)}
+
+
+def _alias_entries(entries: list[ModelEntry], names: Mapping[str, str]) -> list[ModelEntry]:
+    out = []
+    for name, target in names.items():
+        entry = next((entry for entry in entries if entry.name == target and not entry.problem), None)
+        if entry is not None:
+            out.append(replace(entry, name=name, alias_of=target))
+        else:
+            gone = f"it stands for {target}, which is not installed; remove it with: ninfer rm {name}"
+            out.append(ModelEntry(name, Path(name), 0, "", 0.0, "alias", "", gone, target))
+    return out
 
 
 def resolve(name: str, environ: Mapping[str, str] | None = None) -> Path:
-    """The artifact that `name` means: an installed model, an alias of one, or a path.
+    """The artifact that `name` means. Raises as `describe` does."""
+    return describe(name, environ).path
+
+
+def describe(name: str, environ: Mapping[str, str] | None = None) -> ModelEntry:
+    """The entry that `name` means: an installed model, an alias of one, a pulled repository, or a path.
 
     Raises:
         ModelNotFoundError: nothing of that name; the message lists what is installed and how to get the rest.
@@ -185,24 +231,17 @@ def resolve(name: str, environ: Mapping[str, str] | None = None) -> Path:
     """
     wanted = canonical(name)
     entries = survey(environ)
-    for entry in entries:
-        if entry.name == wanted and not entry.problem:
-            return entry.path
-    for entry in entries:
-        if entry.name == wanted:
-            raise ArtifactError(f"the artifact of {entry.name} at {entry.path} is not usable: {entry.problem}")
-    if _is_path(name) and (Path(name).expanduser().exists() or not _known_name(wanted)):
-        return _resolve_path(name)
-    raise ModelNotFoundError(_not_found(name, wanted, [entry.name for entry in entries if not entry.problem], environ))
-
-
-def describe(name: str, environ: Mapping[str, str] | None = None) -> ModelEntry:
-    """The entry of `resolve(name)`. Raises as `resolve` does."""
-    path = resolve(name, environ)
-    for entry in survey(environ):
-        if entry.path == path:
+    named = [entry for entry in entries if entry.name == wanted]
+    named += [entry for entry in entries if entry.repository.casefold() == wanted and not entry.alias_of]
+    for entry in named:
+        if not entry.problem:
             return entry
-    return inspect_path(path, "")
+    for entry in named:
+        raise ArtifactError(f"the artifact of {entry.name} at {entry.path} is not usable: {entry.problem}")
+    if _is_path(name) and (Path(name).expanduser().exists() or not _known_name(wanted)):
+        path = _resolve_path(name)
+        return next((entry for entry in entries if entry.path == path), None) or inspect_path(path)
+    raise ModelNotFoundError(_not_found(name, wanted, [entry.name for entry in entries if not entry.problem], environ))
 
 
 def _known_name(name: str) -> KnownModel | None:
@@ -236,10 +275,7 @@ def _not_found(name: str, wanted: str, names: list[str], environ: Mapping[str, s
             lines[0] += f", did you mean {near[0]}"
     lines.append("installed: " + (", ".join(sorted(set(names))) or "none"))
     if known and known.repository:
-        lines.append(
-            f"to get it: put {known.file} of the hub repository {known.repository} into "
-            f"{models_dir(environ)}, or make it: ninfer convert CHECKPOINT {models_dir(environ) / known.model_id}"
-        )
+        lines.append(f"to get it: ninfer pull {known.name} ({known.size / 1e9:.1f} GB)")
     elif not known:
         lines.append("a path to a .ninfer file or an artifact folder works too")
     return "; ".join(lines)
@@ -253,13 +289,14 @@ def _snapshots(hub: Path) -> Iterator[Path]:
     if not hub.is_dir():
         return
     for repository in sorted(hub.glob("models--*")):
-        reference = repository / "refs" / "main"
-        snapshot = repository / "snapshots" / (reference.read_text().strip() if reference.is_file() else "")
-        if reference.is_file() and snapshot.is_dir():
-            yield snapshot
+        for reference in (repository / "refs" / name for name in REFERENCES):
+            snapshot = repository / "snapshots" / (reference.read_text().strip() if reference.is_file() else "")
+            if reference.is_file() and snapshot.is_dir():
+                yield snapshot
+                break
 
 
-def _candidates(folder: Path) -> Iterator[Path]:
+def candidates(folder: Path) -> Iterator[Path]:
     """Artifacts directly in `folder`, or the folder itself; hidden and temporary names are never candidates."""
     if not folder.is_dir():
         return
@@ -294,11 +331,18 @@ def inspect_path(path: Path, name: str = "") -> ModelEntry:
 def _name_of(path: Path, model_id: str) -> str:
     """The name of an artifact: what its owner called it, so that two builds of one model can stand side by side.
 
-    Published files and everything in the hub cache, whose folder names are digests, get the model's own name.
+    In the hub cache, whose folder names are digests, it is the model's own name, or that of a private repository.
     """
-    stem = canonical(path.name.removesuffix(".ninfer"))
     known = next((model for model in KNOWN if model.model_id == model_id), None)
-    return known.name if known and "snapshots" in path.parts else stem
+    repository = _repository_of(path)
+    if repository:
+        return known.name if known else canonical(repository.rpartition("/")[2])
+    return canonical(path.name.removesuffix(".ninfer"))
+
+
+def _repository_of(path: Path) -> str:
+    folder = next((part for part in path.parts if part.startswith("models--")), "")
+    return folder.removeprefix("models--").replace("--", "/") if "snapshots" in path.parts else ""
 
 
 def _probe_file(path: Path, size: int) -> tuple[str, str]:
