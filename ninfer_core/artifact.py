@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -27,8 +28,9 @@ import torch
 
 from . import quant
 from .config import PUBLISHED, ModelConfig, config_from_dict
-from .container import MappedFile, check_plain_name, parse_json, read_directory, read_safetensors
+from .container import check_plain_name, parse_json, read_directory, read_safetensors
 from .errors import ContentError, GeometryError, InventoryError, UnknownIdentityError
+from .files import SourceFile, Stamp
 from .inventory import FRONTEND, TOKEN_IDS, check_inventory, default_recipe, inventory, published_inventories
 from .manifest import CONFIG, MANIFEST, MAX_SHARD, manifest_json, read_manifest, shard_header, shard_plan, stored_as
 
@@ -96,7 +98,7 @@ class _Resources(Mapping[str, bytes]):
 
 
 class Artifact:
-    """An opened artifact. Tensors share the mapped file's pages until the last of them is gone.
+    """An opened artifact. A file that changes after it was opened is noticed when it is read.
 
     Attributes:
         path: the file or folder.
@@ -121,7 +123,9 @@ class Artifact:
         self._config: ModelConfig | None = None
         self._spans, self._resource_spans = spans, resources
         self._digests: dict[str, tuple[int, str]] = {}  # folder form: file -> (bytes, SHA-256)
-        self._files: dict[str, MappedFile] = {}
+        self._files: dict[str, SourceFile] = {}
+        names = {span.file for span in (*spans.values(), *resources.values())}
+        self._stamps = {name: Stamp.of(self.path / name) for name in names}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, inspect: bool = False) -> Artifact:
@@ -166,15 +170,43 @@ class Artifact:
         """Stored bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())
 
-    def _file(self, name: str) -> MappedFile:
+    def _file(self, name: str) -> SourceFile:
         if name not in self._files:
-            self._files[name] = MappedFile(self.path / name if name else self.path)
+            self._files[name] = SourceFile(self.path / name, self._stamps[name])
         return self._files[name]
 
-    def payload(self, name: str) -> torch.Tensor:
-        """Stored bytes of a tensor, uint8 `[nbytes]`, sharing the mapped file: read only."""
+    def extent(self, name: str) -> tuple[SourceFile, int]:
+        """The file that holds a tensor, and where in it the tensor's stored bytes start."""
         span = self._spans[name]
-        return self._file(span.file).tensor(span.start, span.nbytes)
+        return self._file(span.file), span.start
+
+    def digests(self) -> dict[SourceFile, str]:
+        """The SHA-256 that each file with tensors must have.
+
+        Raises:
+            ContentError: none is known, because this is a `.ninfer` file that was not published.
+        """
+        if self.form == "safetensors":
+            shards = dict.fromkeys(span.file for span in self._spans.values())
+            return {self._file(name): self._digests[name][1] for name in shards}
+        size = self._stamps[""].size
+        if size not in PUBLISHED_FILES:
+            raise ContentError(
+                f"{self.path} has {size:,} bytes, the size of no published file, and a .ninfer file holds no digest of "
+                "its own; load it without verification"
+            )
+        return {self._file(""): PUBLISHED_FILES[size]}
+
+    def payload(self, name: str) -> torch.Tensor:
+        """Stored bytes of a tensor, uint8 `[nbytes]`.
+
+        Raises:
+            ContentError, GeometryError: the file was changed or cut off after it was opened.
+        """
+        span = self._spans[name]
+        out = torch.empty(span.nbytes, dtype=torch.uint8)
+        self._file(span.file).read_into(span.start, memoryview(out.numpy()))
+        return out
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor decoded to `dtype` in its logical shape (I32 stays int32)."""
@@ -220,9 +252,11 @@ class Artifact:
         if self.form == "safetensors":
             if published:
                 raise ContentError(f"{self.path} is a folder; only .ninfer files are published")
-            found = {}
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter
+                found = dict(
+                    zip(self._digests, pool.map(sha256_file, map(self.path.joinpath, self._digests)), strict=True)
+                )
             for name, (_, digest) in self._digests.items():
-                found[name] = sha256_file(self.path / name)
                 if found[name] != digest:
                     raise ContentError(
                         f"{self.path / name} is damaged or was edited: SHA-256 {found[name]}, manifest {digest}"
@@ -240,7 +274,7 @@ class Artifact:
         return {self.path.name: digest}
 
     def close(self) -> None:
-        """Unmap the files that no tensor shares any more."""
+        """Close the files; reading on opens them again."""
         for file in self._files.values():
             file.close()
         self._files.clear()

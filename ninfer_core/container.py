@@ -1,4 +1,4 @@
-"""Byte containers: the `.ninfer` frame and its directory, safetensors headers, read-only mapped files.
+"""Byte containers: the `.ninfer` frame and its directory, safetensors headers, plain file names.
 
     0            8             16                16+J            P = up(16+J, 4096)             end of file
     | magic      | J (u64 LE)  | JSON, J bytes    | padding      | payload: object bytes and gaps |
@@ -8,20 +8,14 @@ Everything here is structure: sizes, names, bounds. Whether the objects make up 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
-
-from . import quant
+from . import formats
 from .errors import DirectoryError, FramingError, GeometryError, UnknownIdentityError
 
 MAGIC = b"NINFER\x00\x01"
@@ -124,7 +118,7 @@ def read_directory(path: str | os.PathLike[str]) -> Directory:
             raise FramingError(
                 f"{path}: the directory claims {length:,} bytes; the file has {size:,}, the limit is {MAX_DIRECTORY:,}"
             )
-        start = quant.up(16 + length, PAYLOAD_ALIGN)
+        start = formats.up(16 + length, PAYLOAD_ALIGN)
         if size < start:
             raise FramingError(f"{path} is cut off: {size:,} bytes, the payload starts at {start:,}")
         text = file.read(length)
@@ -203,7 +197,7 @@ def _record(item: Any, index: int) -> Record:
         raise DirectoryError(f"{name}: shape must be an array of positive integers; found {shape!r}")
     if not isinstance(fmt, str) or not isinstance(layout, str):
         raise DirectoryError(f"{name}: format and layout must be strings; found {fmt!r}, {layout!r}")
-    grouped = quant.format_of(fmt).grouped
+    grouped = formats.format_of(fmt).grouped
     if layout not in _LAYOUTS:
         raise UnknownIdentityError(f"{name}: unknown layout {layout!r}; known: {', '.join(_LAYOUTS)}")
     if _LAYOUTS[layout] != grouped:
@@ -215,7 +209,7 @@ def _record(item: Any, index: int) -> Record:
 
 def _check_span(record: Record, cursor: int, payload_size: int) -> None:
     if not record.is_resource:
-        size = quant.payload_bytes(record.format, record.shape)
+        size = formats.payload_bytes(record.format, record.shape)
         if size != record.nbytes:
             raise GeometryError(
                 f"{record.name}: {record.format} {list(record.shape)} takes {size:,} bytes, "
@@ -251,8 +245,8 @@ def plan_directory(
         objects.append({"name": name, "kind": "resource", "encoding": _ENCODING, "offset": cursor, "bytes": nbytes})
         cursor += nbytes
     for name, (shape, fmt) in tensors.items():
-        cursor, nbytes = quant.up(cursor, TENSOR_ALIGN), quant.payload_bytes(fmt, shape)
-        layout = next(key for key, grouped in _LAYOUTS.items() if grouped == quant.format_of(fmt).grouped)
+        cursor, nbytes = formats.up(cursor, TENSOR_ALIGN), formats.payload_bytes(fmt, shape)
+        layout = next(key for key, grouped in _LAYOUTS.items() if grouped == formats.format_of(fmt).grouped)
         records.append(Record(name, tuple(shape), fmt, cursor, nbytes))
         objects.append(
             {"name": name, "kind": "tensor", "shape": list(shape), "format": fmt, "layout": layout}
@@ -261,7 +255,7 @@ def plan_directory(
         cursor += nbytes
     root = {"model_id": model_id, "objects": objects}
     text = json.dumps(root, separators=(",", ":"), ensure_ascii=False).encode()
-    start = quant.up(16 + len(text), PAYLOAD_ALIGN)
+    start = formats.up(16 + len(text), PAYLOAD_ALIGN)
     prefix = (MAGIC + len(text).to_bytes(8, "little") + text).ljust(start, b"\0")
     return Directory(model_id, tuple(records), start), prefix
 
@@ -329,7 +323,7 @@ def plan_safetensors(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> t
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [cursor, cursor + nbytes]}
         cursor += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    start = quant.up(8 + len(text), TENSOR_ALIGN)
+    start = formats.up(8 + len(text), TENSOR_ALIGN)
     prefix = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
     entries = {
         name: Entry(dtype, tuple(shape), start + header[name]["data_offsets"][0], nbytes)
@@ -338,31 +332,7 @@ def plan_safetensors(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> t
     return entries, prefix
 
 
-# --- mapped files ----------------------------------------------------------------------------------------------------
-
-
-class MappedFile:
-    """A file mapped read-only; slices are uint8 tensors that share its pages."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def tensor(self, start: int, nbytes: int) -> torch.Tensor:
-        """Bytes `start : start + nbytes` as a uint8 tensor without a copy; it must not be written to."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch warns that the buffer is read-only, which is wanted
-            # through numpy, which keeps the map from being closed under the tensor; torch.frombuffer does not
-            return torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8, count=nbytes, offset=start))
-
-    def read(self, start: int, nbytes: int) -> bytes:
-        """A copy of some bytes."""
-        return self._map[start : start + nbytes]
-
-    def close(self) -> None:
-        """Unmap; if tensors still share the pages, the last of them does."""
-        with contextlib.suppress(BufferError):  # tensors are alive: dropping the last reference unmaps
-            self._map.close()
+# --- file names -----------------------------------------------------------------------------------------------------
 
 
 def _fits(name: str) -> bool:

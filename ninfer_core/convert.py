@@ -467,7 +467,7 @@ def _direct(plan: _Plan, name: str) -> torch.Tensor:
     else:
         reader = RowReader(plan.checkpoint, source, shape[-1])
         w = reader.read(0, reader.rows).view(shape)
-    return quant.encode(w.to(quant.format_of(fmt).dtype), fmt)
+    return quant.encode(w.to(quant.DTYPES[fmt]), fmt)
 
 
 def _put(path: Path, pieces: list[tuple[int, torch.Tensor]]) -> int:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from . import quant
 from .config import PUBLISHED, QWEN36_35B_A3B, ModelConfig, VisionConfig
 from .errors import InventoryError, UnknownIdentityError
-from .quant import BF16, FP32, I32, Q4, Q5, Q6, W8
+from .formats import BF16, FP32, I32, Q4, Q5, Q6, W8, format_of
 
 Inventory = dict[str, tuple[tuple[int, ...], str]]
 
@@ -343,6 +342,6 @@ def check_inventory(found: Mapping[str, tuple[tuple[int, ...], str]], wanted: In
         got_shape, got_format = found[name]
         if got_shape != shape:
             raise InventoryError(f"{name}: shape {list(got_shape)} found, {list(shape)} expected")
-        both_grouped = quant.format_of(got_format).grouped and quant.format_of(fmt).grouped
+        both_grouped = format_of(got_format).grouped and format_of(fmt).grouped
         if got_format != fmt and (exact or not both_grouped):
             raise InventoryError(f"{name}: format {got_format} found, {fmt} expected")

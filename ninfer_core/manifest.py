@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import quant
+from . import formats
 from .container import check_plain_name, parse_json, plan_safetensors
 from .errors import DirectoryError, FramingError, UnknownIdentityError
 
@@ -15,12 +15,12 @@ MANIFEST, CONFIG = "manifest.json", "config.json"
 FORM, VERSION = "ninfer-artifact", 1
 MAX_SHARD = 2 << 30  # bytes of tensors in one shard
 
-_DIRECT_DTYPES = {quant.BF16: "BF16", quant.FP32: "F32", quant.I32: "I32"}
+_DIRECT_DTYPES = {formats.BF16: "BF16", formats.FP32: "F32", formats.I32: "I32"}
 
 
 def stored_as(fmt: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:
     """dtype and shape of an object inside a safetensors shard."""
-    return ("U8", (nbytes,)) if quant.format_of(fmt).grouped else (_DIRECT_DTYPES[fmt], shape)
+    return ("U8", (nbytes,)) if formats.format_of(fmt).grouped else (_DIRECT_DTYPES[fmt], shape)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _check_manifest(manifest: dict[str, Any], where: str) -> None:
             raise DirectoryError(f"{where}: object {name!r} needs a shape of positive integers; found {item!r}")
         if not isinstance(item.get("shard"), str) or item["shard"] not in files:
             raise DirectoryError(f"{where}: object {name!r} lies in {item.get('shard')!r}, which is not a listed file")
-        quant.format_of(item.get("format"))
+        formats.format_of(item.get("format"))
 
 
 def shard_plan(tensors: Mapping[str, tuple[tuple[int, ...], str]], limit: int = MAX_SHARD) -> dict[str, list[str]]:
@@ -75,7 +75,7 @@ def shard_plan(tensors: Mapping[str, tuple[tuple[int, ...], str]], limit: int = 
     groups: list[list[str]] = []
     room = 0
     for name, (shape, fmt) in tensors.items():
-        nbytes = quant.payload_bytes(fmt, shape)
+        nbytes = formats.payload_bytes(fmt, shape)
         if not groups or nbytes > room:
             groups.append([])
             room = limit
@@ -91,7 +91,7 @@ def shard_header(
     stored = {}
     for name in names:
         shape, fmt = tensors[name]
-        nbytes = quant.payload_bytes(fmt, shape)
+        nbytes = formats.payload_bytes(fmt, shape)
         stored[name] = (*stored_as(fmt, shape, nbytes), nbytes)
     entries, prefix = plan_safetensors(stored)
     return {n: e.start for n, e in entries.items()}, prefix, max(e.start + e.nbytes for e in entries.values())

@@ -10,8 +10,11 @@ Filling happens in jobs of some rows each: read the rows' planes, bring them to 
 
 from __future__ import annotations
 
+import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -19,136 +22,60 @@ from torch import Tensor
 
 from . import quant
 from .config import ModelConfig
-from .errors import GeometryError, InventoryError
-from .inventory import Recipe, default_recipe, inventory
-from .kernels._order import GROUP, KernelMatrix, from_kernel_order, pack_codes, unpack_payload
-from .weights import Weights, from_objects
+from .errors import GeometryError, InventoryError, MemoryPlanError
+from .files import SourceFile
+from .footprint import ALIGN, kernel_format, packed_bytes
+from .inventory import TOKEN_IDS, Inventory, Recipe, default_recipe, inventory
+from .kernels._order import GROUP, KernelMatrix, pack_codes, unpack_payload
+from .packed_tree import (
+    PackedAttention,
+    PackedDraftHead,
+    PackedGdn,
+    PackedLayer,
+    PackedMlp,
+    PackedMoe,
+    PackedMtp,
+    PackedWeights,
+    dequantize,
+    named,
+    reference_weights,
+)
+from .staging import Progress, Task, transfer
 
-ALIGN = 256
-"""Every tensor starts at a multiple of this many bytes of the allocation."""
+__all__ = [
+    "PackedAttention", "PackedDraftHead", "PackedGdn", "PackedLayer", "PackedMlp", "PackedMoe", "PackedMtp",
+    "PackedWeights", "dequantize", "load_packed", "named", "packed_bytes", "random_packed", "reference_weights",
+]  # fmt: skip
 
 JOB_CODES = 1 << 24
-"""Codes in one job: bounds the temporaries of repacking to some hundred MB."""
+"""Codes in one job: bounds the temporaries of repacking."""
 
-WIDER = ("Q4", "Q5", "Q6", "W8")
-"""A format's values are exact in every later one."""
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedGdn:
-    """Gated DeltaNet: `proj` rows q, k, v, z; `side [2V, E]` bf16 rows a, b; `taps [4, C]` bf16; `a_log`, `dt_bias`
-    fp32 `[V]`; `norm [128]` bf16, the plain gain.
-    """
-
-    proj: KernelMatrix
-    side: Tensor
-    taps: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-    norm: Tensor
-    output: KernelMatrix
-
-
-@dataclass(frozen=True, slots=True)
-class PackedAttention:
-    """Gated attention: `proj` rows q, k, gate, v; `q_norm`, `k_norm [256]` bf16, gains 1 + w."""
-
-    proj: KernelMatrix
-    q_norm: Tensor
-    k_norm: Tensor
-    output: KernelMatrix
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMlp:
-    """Dense SwiGLU. The rows of `gate_up` alternate, 32 of gate and 32 of up: `mlp_decode.interleave_gate_up`."""
-
-    gate_up: KernelMatrix
-    down: KernelMatrix
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMoe:
-    """`router [X + 1, E]` bf16 (the last row gates the shared expert); `gate_up [X * 2I, E]`, gate rows first in every
-    expert; `down [X * E, I]`; the shared expert `[2I, E]` (gate rows first) and W8 `[E, I]`.
-    """
-
-    router: Tensor
-    gate_up: KernelMatrix
-    down: KernelMatrix
-    shared_gate_up: KernelMatrix
-    shared_down: KernelMatrix
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayer:
-    """One decoder layer; norms bf16 `[E]`, gains 1 + w."""
-
-    input_norm: Tensor
-    mixer: PackedGdn | PackedAttention
-    post_norm: Tensor
-    ffn: PackedMlp | PackedMoe
-
-
-@dataclass(frozen=True, slots=True)
-class PackedDraftHead:
-    """The reduced output head; row i proposes token `ids[i]` (int32)."""
-
-    weight: KernelMatrix
-    ids: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMtp:
-    """The draft layer: `proj` takes the normed embedding (first E columns) and the normed hidden row."""
-
-    embedding_norm: Tensor
-    hidden_norm: Tensor
-    proj: KernelMatrix
-    layer: PackedLayer
-    final_norm: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeights:
-    """All weights of the text model. `embedding` is W8 or Q6. Parts that the source does not hold are None."""
-
-    embedding: KernelMatrix
-    layers: tuple[PackedLayer, ...]
-    final_norm: Tensor
-    head: KernelMatrix
-    draft_head: PackedDraftHead | None
-    mtp: PackedMtp | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the one allocation behind all tensors."""
-        return self.final_norm.untyped_storage().nbytes()
+TEMPORARY = 48 * JOB_CODES
+"""Device bytes that repacking takes beside the weights: measured at most."""
 
 
 class Stored(Protocol):
     """Shape and format of a stored object."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def format(self) -> str: ...  # noqa: D102
+    def format(self) -> str: ...
 
 
 class PackedSource(Protocol):
     """What the loader needs of an artifact."""
 
     @property
-    def config(self) -> ModelConfig: ...  # noqa: D102
+    def config(self) -> ModelConfig: ...
 
     @property
-    def tensors(self) -> Mapping[str, Stored]: ...  # noqa: D102
+    def tensors(self) -> Mapping[str, Stored]: ...
 
-    def payload(self, name: str) -> Tensor: ...  # noqa: D102
+    def extent(self, name: str) -> tuple[SourceFile, int]: ...
+
+    def digests(self) -> dict[SourceFile, str]: ...
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -249,18 +176,18 @@ Job = TensorJob | MatrixJob
 
 
 class _Arena:
-    """One allocation handed out piece by piece; on the meta device it only counts."""
+    """One allocation, handed out piece by piece."""
 
-    def __init__(self, device: torch.device, nbytes: int | None) -> None:
-        self.used, self._meta = 0, nbytes is None
-        self._memory = torch.empty(nbytes or 0, dtype=torch.uint8, device="meta" if nbytes is None else device)
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._used, self._memory = 0, torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-        start, self.used = self.used, quant.up(self.used + nbytes, ALIGN)
-        if self._meta:
-            return torch.empty(shape, dtype=dtype, device="meta")
+        nbytes = math.prod(shape) * dtype.itemsize
+        start, self._used = self._used, quant.up(self._used + nbytes, ALIGN)
         return self._memory[start : start + nbytes].view(dtype).view(shape)
+
+    def free(self) -> None:
+        self._memory.untyped_storage().resize_(0)
 
 
 @dataclass
@@ -268,7 +195,7 @@ class _Builder:
     """Builds the tree with unfilled tensors and lists the jobs that fill it."""
 
     config: ModelConfig
-    objects: Mapping[str, tuple[tuple[int, ...], str]]
+    objects: Inventory
     arena: _Arena
     jobs: list[Job] = field(default_factory=list)
 
@@ -280,21 +207,17 @@ class _Builder:
     def tensor(self, *names: str) -> Tensor:
         """Direct objects one below the other, in their stored type."""
         shapes, formats = zip(*(self.stored(name) for name in names), strict=True)
-        out = self.arena.take((sum(s[0] for s in shapes), *shapes[0][1:]), quant.format_of(formats[0]).dtype)
+        out = self.arena.take((sum(s[0] for s in shapes), *shapes[0][1:]), quant.DTYPES[formats[0]])
         row = 0
         for name, shape in zip(names, shapes, strict=True):
             self.jobs.append(TensorJob(name, out[row : row + shape[0]]))
             row += shape[0]
         return out
 
-    def matrix(self, *names: str, allowed: tuple[str, ...] = WIDER, interleave: bool = False) -> KernelMatrix:
-        """Grouped objects one below the other, in the widest of their formats or the next one allowed."""
+    def matrix(self, *names: str, interleave: bool = False) -> KernelMatrix:
+        """Grouped objects one below the other, in the format of `kernel_format`."""
         parts = [(name, *self.stored(name)) for name in names]
-        widest = max(WIDER.index(fmt[:2]) if quant.format_of(fmt).grouped else -1 for _, _, fmt in parts)
-        if any(not quant.format_of(fmt).grouped for _, _, fmt in parts):
-            raise GeometryError(f"{names[0]}: the kernels read quantized matrices; convert it to one of {WIDER}")
-        target = next(fmt for fmt in WIDER[widest:] if fmt in allowed)
-        rows, columns = sum(shape[0] for _, shape, _ in parts), parts[0][1][1]
+        target = kernel_format(names, [fmt for _, _, fmt in parts])
         multiple = 64 if interleave else 16
         bad = [f"{name} {list(shape)}" for name, shape, _ in parts if shape[0] % multiple or shape[1] % quant.K_ALIGN]
         if bad:
@@ -302,20 +225,15 @@ class _Builder:
                 f"{bad[0]}: the kernels take rows in multiples of {multiple} and columns in multiples of "
                 f"{quant.K_ALIGN}; run this model on the CPU"
             )
-        out, row = self.empty(target, rows, columns), 0
+        out, row = self.empty(target, sum(shape[0] for _, shape, _ in parts), parts[0][1][1]), 0
         for name, shape, fmt in parts:
             self.jobs += _row_jobs(out, row, name, fmt, (shape[0], shape[1]), interleave)
             row += shape[0]
         return out
 
     def empty(self, format: str, rows: int, columns: int) -> KernelMatrix:
-        """An unfilled matrix: kernel order is made of tiles of 16 rows, whatever is inside one."""
-        codes = torch.empty(16, columns, dtype=torch.int8, device="meta")
-        scales = torch.empty(16, columns // GROUP[format], dtype=torch.float16, device="meta")
-        tile = pack_codes(codes, scales, format)
-        words, high, scales = (
-            self.arena.take((rows // 16, *t.shape[1:]), t.dtype) for t in (tile.words, tile.high, tile.scales)
-        )
+        """An unfilled matrix."""
+        words, high, scales = (self.arena.take((rows // 16, *shape), dtype) for shape, dtype in _tile(format, columns))
         return KernelMatrix(words, high, scales, format, rows, columns)
 
     def weights(self, mtp: bool) -> PackedWeights:
@@ -324,7 +242,7 @@ class _Builder:
             draft = PackedDraftHead(self.matrix("text/draft_head"), self.tensor("text/draft_head_token_ids"))
         has_mtp = mtp and any(name.startswith("mtp/") for name in self.objects)
         return PackedWeights(
-            embedding=self.matrix("text/token_embedding", allowed=("Q6", "W8")),
+            embedding=self.matrix("text/token_embedding"),
             layers=tuple(self.layer(f"text/layers/{i}/", kind) for i, kind in enumerate(self.config.layer_types)),
             final_norm=self.tensor("text/final_norm"),
             head=self.matrix("text/output_head"),
@@ -373,7 +291,7 @@ class _Builder:
             gate_up=self.matrix(prefix + "routed_gate_up"),
             down=self.matrix(prefix + "routed_down"),
             shared_gate_up=self.matrix(prefix + "shared_gate_up"),
-            shared_down=self.matrix(prefix + "shared_down", allowed=("W8",)),
+            shared_down=self.matrix(prefix + "shared_down"),
         )
 
     def mtp(self) -> PackedMtp:
@@ -384,6 +302,14 @@ class _Builder:
             layer=self.layer("mtp/layer/", "full_attention"),
             final_norm=self.tensor("mtp/final_norm"),
         )
+
+
+@cache
+def _tile(format: str, columns: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shapes and types in one tile of 16 rows, of which kernel order is made, whatever is inside one."""
+    codes = torch.zeros(16, columns, dtype=torch.int8)
+    tile = pack_codes(codes, torch.zeros(16, columns // GROUP[format], dtype=torch.float16), format)
+    return tuple((tuple(t.shape[1:]), t.dtype) for t in (tile.words, tile.high, tile.scales))
 
 
 def _row_jobs(
@@ -400,55 +326,88 @@ def _row_jobs(
         yield MatrixJob(matrix, row + start, name, fmt, shape, pieces, interleave)
 
 
-def _build(
-    config: ModelConfig, objects: Mapping[str, tuple[tuple[int, ...], str]], device: torch.device | str, mtp: bool
-) -> tuple[PackedWeights, list[Job]]:
-    builder = _Builder(config, objects, _Arena(torch.device(device), packed_bytes(config, objects, mtp=mtp)))
-    return builder.weights(mtp), builder.jobs
-
-
-def packed_bytes(config: ModelConfig, objects: Mapping[str, tuple[tuple[int, ...], str]], *, mtp: bool = True) -> int:
-    """Device bytes of the packed weights of these objects (name -> shape and format), before anything is loaded.
-
-    Raises:
-        GeometryError: a matrix that the kernels do not take.
-        InventoryError: an object is missing.
-    """
-    counter = _Arena(torch.device("meta"), None)
-    _Builder(config, objects, counter).weights(mtp)
-    return counter.used
-
-
 # --- filling ---------------------------------------------------------------------------------------------------------
 
 
 def load_packed(
-    artifact: PackedSource, device: torch.device | str, *, mtp: bool = True, progress: Progress | None = None
+    artifact: PackedSource,
+    device: torch.device | str,
+    *,
+    mtp: bool = True,
+    verify: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> PackedWeights:
     """Read an artifact's text model onto a device in kernel order.
+
+    Whatever goes wrong, or Ctrl-C: the device memory is free again when this raises.
 
     Args:
         artifact: an open `artifact.Artifact`.
         device: where the weights go.
         mtp: load the draft layer and the reduced draft head if present.
-        progress: called with (bytes done, bytes in all) as jobs end.
+        verify: check the SHA-256 of the files at the same time.
+        threads: threads that read; None takes the cores of this machine, at most eight.
+        progress: called with (bytes done, bytes in all) on this thread.
 
     Raises:
-        GeometryError: a matrix has a shape the kernels do not take.
+        MemoryPlanError: the device has not enough memory.
+        GeometryError: a matrix has a shape the kernels do not take, or a file is cut off.
+        ContentError: a file was changed while it was read, or its digest differs.
         InventoryError: an object is missing.
     """
-    objects = {name: (info.shape, info.format) for name, info in artifact.tensors.items()}
-    weights, jobs = _build(artifact.config, objects, device, mtp)
-    total, done = sum(job.nbytes for job in jobs), 0
-    for job in jobs:
-        payload = torch.zeros(job.nbytes, dtype=torch.uint8)
-        for name, offset, nbytes, place in job.spans():
-            payload[place : place + nbytes] = artifact.payload(name)[offset : offset + nbytes]
-        job.apply(payload.to(device))
-        done += job.nbytes
-        if progress:
-            progress(done, total)
-    return weights
+    digests = artifact.digests() if verify else {}
+    found = {name: (info.shape, info.format) for name, info in artifact.tensors.items()}
+
+    def fill(jobs: list[Job]) -> None:
+        tasks = []
+        for job in jobs:
+            spans = []
+            for name, offset, nbytes, place in job.spans():
+                file, start = artifact.extent(name)
+                spans.append((file, start + offset, nbytes, place))
+            tasks.append(Task(job.nbytes, tuple(spans), job.apply))
+        transfer(tasks, torch.device(device), digests=digests, threads=threads, progress=progress)
+
+    return _make(artifact.config, found, torch.device(device), mtp, fill)
+
+
+def _make(
+    config: ModelConfig, objects: Inventory, device: torch.device, mtp: bool, fill: Callable[[list[Job]], None]
+) -> PackedWeights:
+    """Allocate a tree and fill it; free it on any error, even where the error keeps references to it."""
+    arena, size = None, packed_bytes(objects, mtp=mtp)
+    try:
+        arena = _Arena(device, size)
+        builder = _Builder(config, objects, arena)
+        weights = builder.weights(mtp)
+        fill(builder.jobs)
+        return weights
+    except BaseException as error:
+        if arena is not None:
+            arena.free()
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, torch.OutOfMemoryError):
+            _trim(device)
+            raise MemoryPlanError(_too_little(device, size)) from None
+        raise
+    finally:
+        _trim(device)
+
+
+def _trim(device: torch.device) -> None:
+    """Give the temporaries of repacking, which the allocator keeps for the next time, back to the driver."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _too_little(device: torch.device, size: int) -> str:
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"the weights need {size / 2**30:.2f} GiB and up to {TEMPORARY / 2**30:.2f} GiB while they are loaded; "
+        f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free on {torch.cuda.get_device_name(device)}: end other "
+        "programs on it, or take a smaller model"
+    )
 
 
 def random_packed(
@@ -466,15 +425,17 @@ def random_packed(
     through all layers. The same seed gives the same weights on the same kind of device.
     """
     objects = inventory(config, recipe or default_recipe(config), mtp=mtp, vision=False, draft=mtp and draft_head)
-    weights, jobs = _build(config, objects, device, mtp)
     generator = torch.Generator(torch.device(device)).manual_seed(seed)
-    limit = min(config.vocab_size, 248_077) if config.model_id.startswith("qwen3.6") else config.vocab_size
-    for job in jobs:
-        if isinstance(job, TensorJob):
-            _random_tensor(job.name, job.target, generator, limit)
-        else:
-            job.apply(_random_payload(job, generator))
-    return weights
+    limit = TOKEN_IDS.get(config.model_id, config.vocab_size)
+
+    def fill(jobs: list[Job]) -> None:
+        for job in jobs:
+            if isinstance(job, TensorJob):
+                _random_tensor(job.name, job.target, generator, limit)
+            else:
+                job.apply(_random_payload(job, generator))
+
+    return _make(config, objects, torch.device(device), mtp, fill)
 
 
 _SPREAD = {"Q4": 4.61, "Q5": 9.23, "Q6": 18.47, "W8": 73.3}
@@ -511,81 +472,3 @@ def _random_tensor(name: str, target: Tensor, generator: torch.Generator, limit:
     elif values.dim() == 2:
         values = values * target.shape[1] ** -0.5
     target.copy_(values)
-
-
-# --- reading back ----------------------------------------------------------------------------------------------------
-
-
-def dequantize(matrix: KernelMatrix, rows: tuple[int, int] | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows `[start, stop)` (multiples of 16; default all) of a matrix as values `[n, K]`: scale times code."""
-    start, stop = rows or (0, matrix.rows)
-    tiles = slice(start // 16, stop // 16)
-    part = KernelMatrix(
-        matrix.words[tiles], matrix.high[tiles], matrix.scales[tiles], matrix.format, stop - start, matrix.columns
-    )
-    codes, scales = from_kernel_order(part)
-    values = codes.view(stop - start, scales.shape[1], -1).float() * scales.float()[..., None]
-    return values.view(stop - start, matrix.columns).to(dtype)
-
-
-def named(weights: PackedWeights) -> Iterator[tuple[str, KernelMatrix | Tensor]]:
-    """Every tensor under its artifact name; parts that are stored as one carry the name of the fused object."""
-    yield "text/token_embedding", weights.embedding
-    for index, layer in enumerate(weights.layers):
-        yield from _named_layer(f"text/layers/{index}/", layer)
-    yield "text/final_norm", weights.final_norm
-    yield "text/output_head", weights.head
-    if weights.draft_head is not None:
-        yield "text/draft_head", weights.draft_head.weight
-        yield "text/draft_head_token_ids", weights.draft_head.ids
-    if weights.mtp is not None:
-        mtp = weights.mtp
-        yield "mtp/input_projection", mtp.proj
-        yield "mtp/embedding_norm", mtp.embedding_norm
-        yield "mtp/hidden_norm", mtp.hidden_norm
-        yield from _named_layer("mtp/layer/", mtp.layer)
-        yield "mtp/final_norm", mtp.final_norm
-
-
-_GDN = {
-    "query_key_value_z": "proj",
-    "a_b_projection": "side",
-    "convolution": "taps",
-    **{name: name for name in ("a_log", "dt_bias", "norm", "output")},
-}
-_ATTENTION = {"query_key_gate_value": "proj", "query_norm": "q_norm", "key_norm": "k_norm", "output": "output"}
-_MOE = {
-    "router_shared_gate": "router",
-    "routed_gate_up": "gate_up",
-    "routed_down": "down",
-    **{name: name for name in ("shared_gate_up", "shared_down")},
-}
-
-
-def _named_layer(prefix: str, layer: PackedLayer) -> Iterator[tuple[str, KernelMatrix | Tensor]]:
-    yield prefix + "input_norm", layer.input_norm
-    mixer, fields = ("gdn/", _GDN) if isinstance(layer.mixer, PackedGdn) else ("attention/", _ATTENTION)
-    for name, attribute in fields.items():
-        yield prefix + mixer + name, getattr(layer.mixer, attribute)
-    yield prefix + "post_attention_norm", layer.post_norm
-    mlp, fields = (
-        ("moe/", _MOE) if isinstance(layer.ffn, PackedMoe) else ("mlp/", {"gate_up": "gate_up", "down": "down"})
-    )
-    for name, attribute in fields.items():
-        yield prefix + mlp + name, getattr(layer.ffn, attribute)
-
-
-def reference_weights(weights: PackedWeights, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Weights:
-    """The same model for the torch path, on the device of the packed one: what its kernels are compared with."""
-    objects = dict(named(weights))
-
-    def get(name: str) -> Tensor:
-        found = objects[name]
-        if isinstance(found, Tensor):
-            return found
-        values = dequantize(found)
-        if name.endswith("mlp/gate_up"):  # back from alternating runs of 32 rows
-            values = values.view(-1, 2, 32, found.columns).transpose(0, 1).reshape(found.rows, found.columns)
-        return values
-
-    return from_objects(config, get, set(objects), weights.final_norm.device, dtype)

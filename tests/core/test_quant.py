@@ -87,10 +87,10 @@ def test_direct(v):
     f = quant.format_of(v["format"])
     words = [int(w, 16) for w in v["words"].split()]
     store, wide = (torch.int16, torch.int32) if f.bits == 16 else (torch.int32, torch.int64)
-    t = torch.tensor(words, dtype=wide).to(store).view(f.dtype).reshape(v["shape"])
+    t = torch.tensor(words, dtype=wide).to(store).view(quant.DTYPES[f.name]).reshape(v["shape"])
     payload = quant.encode(t, f.name)
     assert raw(payload).hex() == v["payload_hex"]
-    back = quant.decode(payload, f.name, v["shape"], dtype=f.dtype)
+    back = quant.decode(payload, f.name, v["shape"], dtype=quant.DTYPES[f.name])
     assert back.shape == t.shape and raw(back) == raw(t)
 
 
