@@ -1,0 +1,332 @@
+"""Triton kernels of a decode round around the model: rows from lanes, the draw, acceptance, drafts back to lanes.
+
+A lane is the row of one slot in an int32 table: all that a round must know of a sequence and change in it, so that the
+host need not look before it launches the next one. `LANE` names the columns; floats are stored by their bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _tiles
+from ._dequant import wait_for_inputs
+from .head_decode import Candidates
+
+MOST_DRAFTS = 5
+MOST_STOPS = 8
+MOST_TOP_K = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Columns of a lane; `drafts` and `stops` are the first of several. Seeds are split in two words."""
+
+    anchor: int = 0
+    length: int = 1
+    commit: int = 2
+    index: int = 3
+    remaining: int = 4
+    delta: int = 5
+    rounds: int = 6
+    top_k: int = 7
+    temperature: int = 8
+    top_p: int = 9
+    min_p: int = 10
+    seed: int = 12
+    drafts: int = 16
+    stops: int = 24
+
+
+LANE = Lane()
+LANE_WIDTH = 32
+RESULT_WIDTH = 8
+"""Columns of a result: tokens emitted, 1 if a row was not finite, the tokens."""
+
+_ANCHOR = tl.constexpr(LANE.anchor)
+_LENGTH = tl.constexpr(LANE.length)
+_COMMIT = tl.constexpr(LANE.commit)
+_INDEX = tl.constexpr(LANE.index)
+_REMAINING = tl.constexpr(LANE.remaining)
+_DELTA = tl.constexpr(LANE.delta)
+_ROUNDS = tl.constexpr(LANE.rounds)
+_TOP_K = tl.constexpr(LANE.top_k)
+_TEMPERATURE = tl.constexpr(LANE.temperature)
+_TOP_P = tl.constexpr(LANE.top_p)
+_MIN_P = tl.constexpr(LANE.min_p)
+_SEED = tl.constexpr(LANE.seed)
+_DRAFTS = tl.constexpr(LANE.drafts)
+_STOPS = tl.constexpr(LANE.stops)
+_WIDTH = tl.constexpr(LANE_WIDTH)
+_RESULT = tl.constexpr(RESULT_WIDTH)
+_K = tl.constexpr(MOST_TOP_K)
+_PATTERN = tl.constexpr(64)
+
+
+@triton.jit
+def open_kernel(
+    lanes, tables, slots, tokens, lengths, commits, deltas, pages, table_width, pages_used,
+    R: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (sequence, block of pages): the call of a round from its lanes; see `open_round`."""
+    b = tl.program_id(0)
+    wait_for_inputs(PDL)
+    slot = tl.load(slots + b).to(tl.int64)
+    lane = lanes + slot * _WIDTH
+    page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = page < pages_used
+    tl.store(
+        pages + b * table_width + page, tl.load(tables + slot * table_width + page, mask=inside, other=0), mask=inside
+    )
+    if tl.program_id(1) == 0:
+        tl.store(lengths + b, tl.load(lane + _LENGTH))
+        tl.store(commits + b, tl.load(lane + _COMMIT))
+        tl.store(deltas + b, tl.load(lane + _DELTA))
+        tl.store(tokens + b * R, tl.load(lane + _ANCHOR))
+        for r in tl.static_range(1, R):
+            tl.store(tokens + b * R + r, tl.load(lane + _DRAFTS + r - 1))
+
+
+@triton.jit
+def ordered(x):
+    """int32 that compares as the fp32 `x` does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def first_of(rank, count):
+    """Mask of the first `count` elements by (rank descending, place ascending), and each one's place among them."""
+    low = -2147483648
+    if tl.sum((rank >= 0).to(tl.int32), 0) >= count:
+        low = 0
+    bit = 30
+    while bit >= 0:
+        high = low | (1 << bit)
+        low = tl.where(tl.sum((rank >= high).to(tl.int32), 0) >= count, high, low)
+        bit -= 1
+    above = rank > low
+    tied = rank == low
+    wanted = count - tl.sum(above.to(tl.int32), 0)
+    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= wanted))
+    return chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1
+
+
+@triton.jit
+def sample_kernel(
+    logits, best, best_row, lanes, slots, scratch, scratch_z, token, bad, addressable,
+    V: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (row): the token that the law of its sequence draws; see `sample`."""
+    COUNT: tl.constexpr = V // 32
+    t = tl.program_id(0)
+    wait_for_inputs(PDL)
+    slot = tl.load(slots + t // R).to(tl.int64)
+    lane = lanes + slot * _WIDTH
+    block = tl.arange(0, BLOCK)
+    there = block < COUNT
+    top = tl.load(best + t * COUNT + block, mask=there, other=float("-inf"))
+    whole = block < addressable // 32
+    # a block of ids that are all finite has a finite best
+    odd = whole & ((top == float("-inf")) | (top == float("inf")) | (top != top))
+    tl.store(bad + t, tl.max(odd.to(tl.int32), 0))
+    temperature = tl.load(lane + _TEMPERATURE).to(tl.float32, bitcast=True)
+    if temperature < 1e-5:
+        row = tl.load(best_row + t * COUNT + block, mask=there, other=2147483647)
+        chosen = tl.min(tl.where(top == tl.max(top, 0), row, 2147483647), 0)
+        tl.store(token + t, tl.minimum(chosen, addressable - 1))
+    else:
+        count = tl.load(lane + _TOP_K)
+        rank = ordered(tl.where(there, tl.div_rn(top, temperature), float("-inf")))
+        blocks = tl.minimum(count, COUNT)
+        chosen, place = first_of(rank, blocks)
+        tl.store(scratch + t * (2 * _K) + place, block, mask=chosen)
+        tl.debug_barrier()
+        k = tl.arange(0, _K)
+        home = tl.load(scratch + t * (2 * _K) + k, mask=k < blocks, other=0)
+        ids = tl.reshape(home[:, None] * 32 + tl.arange(0, 32)[None, :], [_K * 32])
+        live = tl.reshape(tl.broadcast_to((k < blocks)[:, None], [_K, 32]), [_K * 32]) & (ids < addressable)
+        value = tl.load(logits + t.to(tl.int64) * V + ids, mask=live, other=float("-inf"))
+        value = tl.where(live, tl.div_rn(value, temperature), float("-inf"))
+        chosen, place = first_of(ordered(value), count)
+        tl.debug_barrier()
+        tl.store(scratch + t * (2 * _K) + _K + place, ids, mask=chosen)
+        tl.store(scratch_z + t * _K + place, value, mask=chosen)
+        tl.debug_barrier()
+        named = tl.load(scratch + t * (2 * _K) + _K + k, mask=k < count, other=0)
+        z = tl.load(scratch_z + t * _K + k, mask=k < count, other=float("-inf"))
+        seed = tl.load(lane + _SEED).to(tl.uint32).to(tl.uint64)
+        seed = seed | (tl.load(lane + _SEED + 1).to(tl.uint32).to(tl.uint64) << 32)
+        u = tl.rand(seed, tl.load(lane + _INDEX) + t % R)
+        chosen = draw(
+            named, z, k, k < count, tl.load(lane + _TOP_P).to(tl.float32, bitcast=True),
+            tl.load(lane + _MIN_P).to(tl.float32, bitcast=True), u,
+        )  # fmt: skip
+        tl.store(token + t, tl.minimum(chosen, addressable - 1))
+
+
+@triton.jit
+def draw(ids, z, k, live, top_p, min_p, u):
+    """One of the candidates `ids` [K], which stand in ascending order of id, with values `z`; sums in fp64."""
+    best = tl.max(z, 0)
+    weight = tl.exp((z - best).to(tl.float64))
+    live = live & (z > float("-inf")) & (weight >= min_p.to(tl.float64))
+    weight = tl.where(live, weight, 0.0)
+    other = tl.where(live, z, float("-inf"))
+    before = (other[None, :] > z[:, None]) | ((other[None, :] == z[:, None]) & (k[None, :] < k[:, None]))
+    before = before & live[None, :]
+    order = tl.sum(before.to(tl.int32), 1)
+    sums = tl.sum(tl.where(before, tl.broadcast_to(weight[None, :], [_K, _K]), 0.0), 1) + weight
+    total = tl.sum(weight, 0)
+    kept = tl.sum((live & (sums < top_p.to(tl.float64) * total)).to(tl.int32), 0) + 1
+    kept = tl.minimum(kept, tl.sum(live.to(tl.int32), 0))
+    stays = live & (order < kept)
+    mass = tl.max(tl.where(stays, sums, 0.0), 0)
+    place = tl.sum((stays & (sums <= u.to(tl.float64) * mass)).to(tl.int32), 0)
+    place = tl.minimum(place, kept - 1)
+    return tl.max(tl.where(live & (order == place), ids, 0), 0)
+
+
+@triton.jit
+def accept_kernel(
+    lanes, slots, sampled, bad, results, follow, pick, chain, pattern, batch,
+    R: tl.constexpr, FORCED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (sequence): how many tokens a round emits, and the lane behind it; see `accept`."""
+    b = tl.program_id(0)
+    wait_for_inputs(PDL)
+    slot = tl.load(slots + b).to(tl.int64)
+    lane = lanes + slot * _WIDTH
+    remaining = tl.load(lane + _REMAINING)
+    accepted = remaining * 0
+    if FORCED:
+        accepted = tl.minimum(tl.load(pattern + tl.load(lane + _ROUNDS) % _PATTERN), R - 1)
+    else:
+        alive = accepted + 1
+        for r in tl.static_range(R - 1):
+            alive = alive * (tl.load(sampled + b * R + r) == tl.load(lane + _DRAFTS + r)).to(tl.int32)
+            accepted += alive
+    emitted = tl.minimum(accepted + 1, remaining)
+    stops = tl.load(lane + _STOPS + tl.arange(0, 8))
+    ended = remaining * 0
+    fault = remaining * 0
+    anchor = tl.load(lane + _ANCHOR)
+    for r in tl.static_range(R):
+        token = tl.load(sampled + b * R + r)
+        if r + 1 < R:
+            token = tl.where(r < accepted, tl.load(lane + _DRAFTS + r), token)
+        tl.store(results + b * _RESULT + 2 + r, token)
+        tl.store(follow + b * R + r, token)
+        counts = r < emitted
+        fault = tl.where(counts, fault | tl.load(bad + b * R + r), fault)
+        anchor = tl.where(counts, token, anchor)
+        stop = tl.max((stops == token).to(tl.int32), 0)
+        ended = tl.where(counts & (stop > 0), 1, ended)
+        emitted = tl.where(counts & (stop > 0), r + 1, emitted)
+    tl.store(results + b * _RESULT, emitted)
+    tl.store(results + b * _RESULT + 1, fault)
+    length = tl.load(lane + _LENGTH) + emitted
+    tl.store(pick + b, tl.maximum(emitted - 1, 0))
+    for i in tl.static_range(R):
+        tl.store(chain + i * batch + b, length + i)
+    tl.debug_barrier()
+    tl.store(lane + _ANCHOR, anchor)
+    tl.store(lane + _LENGTH, length)
+    tl.store(lane + _COMMIT, emitted)
+    tl.store(lane + _INDEX, tl.load(lane + _INDEX) + emitted)
+    tl.store(lane + _REMAINING, tl.where((ended | fault) > 0, 0, remaining - emitted))
+    tl.store(lane + _ROUNDS, tl.load(lane + _ROUNDS) + 1)
+
+
+@triton.jit
+def keep_kernel(lanes, slots, drafts, batch, K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr):
+    """Programs (sequence): drafts [K, B] into the lanes."""
+    b = tl.program_id(0)
+    wait_for_inputs(PDL)
+    lane = lanes + tl.load(slots + b).to(tl.int64) * _WIDTH
+    for i in tl.static_range(K):
+        tl.store(lane + _DRAFTS + i, tl.load(drafts + i * batch + b))
+
+
+def open_round(
+    lanes: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    rows: int,
+    pages_used: int,
+    out: Any,
+) -> None:
+    """The call of a round: tokens (anchor, drafts), lengths, commits, rope deltas and pages of the lanes `slots`.
+
+    Args:
+        lanes: int32 [slots, LANE_WIDTH]. tables: int32 [slots, P]. slots: int32 [B], all different.
+        rows: R. pages_used: leading pages of a table that can be looked at.
+        out: has `tokens` [B * R], `lengths`, `commits`, `deltas` [B], `pages` [B, P], all int32, to be written.
+    """
+    open_kernel[(slots.shape[0], triton.cdiv(pages_used, 256))](
+        lanes, tables, slots, out.tokens, out.lengths, out.commits, out.deltas, out.pages, tables.shape[1], pages_used,
+        R=rows, BLOCK=256, **_tiles.launch(lanes, 1),
+    )  # fmt: skip
+
+
+def sample(
+    logits: torch.Tensor,
+    candidates: Candidates,
+    lanes: torch.Tensor,
+    slots: torch.Tensor,
+    scratch: torch.Tensor,
+    scratch_z: torch.Tensor,
+    token: torch.Tensor,
+    bad: torch.Tensor,
+    *,
+    addressable: int,
+) -> None:
+    """token [T] int32 = the draw of every row by the law in its lane; bad [T] = 1 where logits are not finite.
+
+    Math: `sampling.pick_ref` with the number `sampling.uniform(seed, index + row)`.
+    Shapes: logits fp32 [T, V] and the candidates of the same rows; scratch int32 [T, 128], scratch_z fp32 [T, 64].
+    Domain: temperature below 1e-5 (greedy), or 1 <= top_k <= 64; V a multiple of 32.
+    Numeric: division in fp32, exponentials and sums in fp64: the host's draw but for sums that end on a border.
+    """
+    rows, vocabulary = logits.shape
+    sample_kernel[(rows,)](
+        logits, candidates.value, candidates.row, lanes, slots, scratch, scratch_z, token, bad, addressable,
+        V=vocabulary, R=rows // slots.shape[0], BLOCK=triton.next_power_of_2(vocabulary // 32),
+        **_tiles.launch(lanes, 8),
+    )  # fmt: skip
+
+
+def accept(
+    lanes: torch.Tensor,
+    slots: torch.Tensor,
+    sampled: torch.Tensor,
+    bad: torch.Tensor,
+    results: torch.Tensor,
+    follow: torch.Tensor,
+    pick: torch.Tensor,
+    chain: torch.Tensor,
+    pattern: torch.Tensor | None = None,
+) -> None:
+    """Move the lanes behind the tokens that a round emits: drafts as far as they equal the draws, and one draw more.
+
+    A stop token, the lane's remaining tokens, or a row that is not finite ends it; an ended lane emits nothing.
+
+    Shapes (int32): sampled, bad, follow [B * R]; results [B, RESULT_WIDTH]; pick [B]; chain [R, B]. Written:
+    `results`; `follow`, the token behind every row; `pick`, the last row that counts; `chain[i]`, the new length + i.
+    With `pattern` [64] the number of accepted drafts is taken from there by the lane's round, for measurements.
+    """
+    batch = slots.shape[0]
+    accept_kernel[(batch,)](
+        lanes, slots, sampled, bad, results, follow, pick, chain, pattern if pattern is not None else bad, batch,
+        R=sampled.shape[0] // batch, FORCED=pattern is not None, **_tiles.launch(lanes, 1),
+    )  # fmt: skip
+
+
+def keep_drafts(lanes: torch.Tensor, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+    """Drafts int32 [k, B] into the lanes `slots`."""
+    count, batch = drafts.shape
+    keep_kernel[(batch,)](lanes, slots, drafts, batch, K=count, **_tiles.launch(lanes, 1))
