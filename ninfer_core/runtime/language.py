@@ -16,8 +16,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from ..errors import InvalidRequestError, SchemaError
 from ..types import ResponseFormat, Tool
-from .schema import REPETITIONS, Check, Enforcer, attach, repetitions
-from .sizes import Sizes, resolve
+from .arguments import VALUE, Variant, constraints, leaves, variants
+from .schema import REPETITIONS, Check, Enforcer, attach, mismatches, repetitions
+from .sizes import Sizes
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Blanks between two parts of JSON: bounded, so that a model cannot write blanks until its budget is used up."""
@@ -34,14 +35,8 @@ LENGTH = 200_000
 SCHEMAS = 400_000
 """Bytes of the schemas of all tools together."""
 
-_STEPS = 10_000
-"""Parts that are looked at for the alternatives of a tool's parameters."""
-
 _MOST = 10_000
 """Bytes of a value beyond which its size does not count."""
-
-VALUE = "value"
-"""The type of an enumeration of values that are no strings."""
 
 MARKS = (
     *("</parameter>", "</function>", "<tool_call>", "</tool_call>", "\n<parameter=", "\n<function="),
@@ -51,7 +46,7 @@ MARKS = (
 
 _INTEGER = r"/-?(0|[1-9][0-9]{0,17})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/"
-_ANY = r"/(?s:.*)/"
+_BOUNDS = ("enum", "const", "pattern", "patterns", "format", "formats", "minLength", "maxLength")
 _NO_TAGS = (
     r"/(?s:.*)/ & ~/(?s:.*)(<\/parameter>|<\/function>|<tool_call>|<\/tool_call>|\n<parameter=|\n<function=)(?s:.*)/"
     r" & ~/(<parameter=|<function=)(?s:.*)/"
@@ -193,24 +188,41 @@ class Writer:
             )
         self._sizes = Sizes(root)
         self.notes += [f"{param}: {note}" for note in enforce.notes]
+        ways = [variant for variant in variants(root, root) if variant.possible]
+        if not ways:
+            raise SchemaError(f"{param}: no arguments can satisfy this schema together", param=param)
+        self._counted(tool, ways, param)
         head = json.dumps(f"\n<function={tool.name}>\n", ensure_ascii=False)
-        bodies = []
-        for v, (declared, required, rest) in enumerate(variants(root, root)):
-            size = sum(len(key) + 32 + self._sizes.of(declared[key]) for key in required)
-            self._growth = max(self._growth, min(size, _MOST) + len(tool.name) + 48)
-            parts = []
-            for p, (key, schema) in enumerate(declared.items()):
-                name = self._parameter(f"p_{index}_{v}_{p}", json.dumps(key, ensure_ascii=False)[1:-1], schema, root)
-                parts.append(name if key in required else f"{name}?")
-            if rest is not False and not declared:
-                key = f"K_{index}_{v}"
-                self._rules.append(f"{key}: /[^\\x00-\\x1f\\x7f<>]{{1,64}}/")
-                parts.append(
-                    self._rule(f"q_{index}_{v}", f'"<parameter=" {key} ">\\n" {self._value(rest, root)}') + "*"
-                )
-            bodies.append(" ".join(parts))
+        bodies = [self._body(f"{index}_{v}", variant, root, len(tool.name)) for v, variant in enumerate(ways)]
         body = f"({' | '.join(bodies)})" if len(bodies) > 1 else bodies[0]
         return self._rule(f"call_{index}", f'<[{tags.start}]> {head} {body} "</function>\\n" <[{tags.end}]>')
+
+    def _counted(self, tool: Tool, ways: Sequence[Variant], param: str) -> None:
+        """Arguments of any names may repeat each other, so more than one of them cannot be demanded."""
+        if any(variant.least > 1 and variant.free for variant in ways):
+            note = "'minProperties' at #/minProperties is not enforced: names that are not declared may be repeated"
+            if tool.strict:
+                raise SchemaError(f"{param}: {note}", path="#/minProperties", param=param)
+            self.notes.append(f"{param}: {note}")
+
+    def _body(self, place: str, variant: Variant, root: Any, name: int) -> str:
+        """The arguments of a call, one way; `name`: characters of the tool's name."""
+        declared, required = variant.parameters, variant.required
+        size = sum(len(key) + 32 + self._sizes.of(declared[key]) for key in required)
+        self._growth = max(self._growth, min(size, _MOST) + name + 48)
+        parts = []
+        for p, (key, schema) in enumerate(declared.items()):
+            made = self._parameter(f"p_{place}_{p}", json.dumps(key, ensure_ascii=False)[1:-1], schema, root)
+            parts.append(made if key in required else f"{made}?")
+        if variant.free:
+            key = f"K_{place}"
+            named = f" & /{search(variant.names)}/" if variant.names is not None else ""
+            self._rules.append(f"{key}: /[^\\x00-\\x1f\\x7f<>]{{1,64}}/{named}")
+            rule = self._rule(f"q_{place}", f'"<parameter=" {key} ">\\n" {self._value(variant.rest, root)}')
+            least = min(variant.least, 1)
+            many = f"{{{least},{variant.most}}}" if variant.most is not None else "+" if least else "*"
+            parts.append(rule + many)
+        return " ".join(parts)
 
     def _parameter(self, name: str, key: str, schema: Any, root: Any) -> str:
         return self._rule(name, f'"<parameter={key}>\\n" {self._value(schema, root)}')
@@ -230,6 +242,8 @@ class Writer:
         if free:
             return self._free(kinds, structures, root)
         ways = [way for leaf in texts for way in self._texts(leaf)]
+        if not ways and not structures:
+            raise SchemaError("a tool's parameters demand an argument that no value satisfies", param="tools")
         if structures:
             ways.append(self._structure(structures, root) + " " + _END)
         return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
@@ -244,12 +258,16 @@ class Writer:
         """The raw texts of a constrained string."""
         values = leaf["enum"] if "enum" in leaf else [leaf["const"]] if "const" in leaf else None
         if values is not None:
-            return [json.dumps(value + CLOSERS[0], ensure_ascii=False) for value in values if isinstance(value, str)]
+            texts = [value for value in values if isinstance(value, str)]
+            for pattern in constraints(leaf, "pattern"):
+                wrong = mismatches(pattern, texts)
+                texts = [text for text in texts if text not in wrong]
+            least, most = leaf.get("minLength", 0), leaf.get("maxLength")
+            texts = [text for text in texts if least <= len(text) <= (len(text) if most is None else most)]
+            return [json.dumps(text + CLOSERS[0], ensure_ascii=False) for text in texts]
         parts = [_NO_TAGS]
-        if "pattern" in leaf:
-            parts.append(f"/{search(str(leaf['pattern']))}/")
-        if "format" in leaf:
-            parts.append(f"/({_FORMATS[leaf['format']]})/")
+        parts += [f"/{search(pattern)}/" for pattern in constraints(leaf, "pattern")]
+        parts += [f"/({_FORMATS[name]})/" for name in constraints(leaf, "format")]
         if "minLength" in leaf or "maxLength" in leaf:
             parts.append(f"/(?s:.{{{int(leaf.get('minLength', 0))},{leaf.get('maxLength', '')}}})/")
         return [self._terminal("", " & ".join(parts))]
@@ -303,79 +321,4 @@ def search(pattern: str) -> str:
 
 def _bounded(leaf: Mapping[str, Any]) -> bool:
     """Whether a string schema says more than that it is a string."""
-    return any(key in leaf for key in ("enum", "const", "pattern", "format", "minLength", "maxLength"))
-
-
-_LIMIT = 64
-
-
-def leaves(schema: Any, root: Any) -> list[dict[str, Any]]:
-    """The alternatives of a schema with one `type` each, references and unions followed; no type means a string."""
-    found: list[dict[str, Any]] = []
-    stack: list[tuple[Any, frozenset[str]]] = [(schema, frozenset())]
-    while stack and len(found) < _LIMIT:
-        part, seen = stack.pop()
-        part = dict(part) if isinstance(part, Mapping) else {}
-        reference = part.pop("$ref", None)
-        if isinstance(reference, str) and reference not in seen:
-            target = resolve(reference, root)
-            stack.append(({**(target if isinstance(target, Mapping) else {}), **part}, seen | {reference}))
-            continue
-        union = next((key for key in ("anyOf", "oneOf") if part.get(key)), None)
-        if union is not None:
-            members = part.pop(union)
-            stack += [({**part, **(m if isinstance(m, Mapping) else {})}, seen) for m in reversed(members)]
-        elif part.get("allOf"):
-            members = part.pop("allOf")
-            merged: dict[str, Any] = {}
-            for member in members:
-                merged |= member if isinstance(member, Mapping) else {}
-            stack.append(({**merged, **part}, seen))
-        else:
-            found += _typed(part)
-    return found or [{"type": "string"}]
-
-
-def _typed(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """One schema object, once for each of its types."""
-    values = part["enum"] if "enum" in part else [part["const"]] if "const" in part else None
-    declared = part.get("type")
-    kinds = [declared] if isinstance(declared, str) else list(declared or ())
-    if values is not None:
-        texts = [v for v in values if isinstance(v, str) and (not kinds or "string" in kinds)]
-        others = [v for v in values if not isinstance(v, str)]
-        made = [{"type": "string", "enum": texts}] if texts else []
-        return made + ([{"type": VALUE, "enum": others}] if others else [])
-    if not kinds:
-        kinds = ["object"] if "properties" in part or "additionalProperties" in part else []
-        kinds = kinds or (["array"] if "items" in part or "prefixItems" in part else ["string"])
-    return [{**part, "type": kind} for kind in kinds]
-
-
-Variant = tuple[dict[str, Any], set[str], Any]
-"""Declared parameters in order, the required ones among them, and the schema of undeclared ones (False: none)."""
-
-
-def variants(schema: Any, root: Any, depth: int = 0, steps: list[int] | None = None) -> list[Variant]:
-    """The ways to fill an object: references and `allOf` merged, one for each alternative of a union."""
-    steps = [_STEPS] if steps is None else steps
-    steps[0] -= 1
-    if steps[0] < 0:
-        raise SchemaError(f"a tool's parameters combine more than {_STEPS} parts (allOf, $ref); write fewer")
-    if not isinstance(schema, Mapping) or depth > 8:
-        return [({}, set(), True)]
-    declared = dict(schema.get("properties", {}))
-    required = set(schema.get("required", ()))
-    for name in schema.get("required", ()):
-        declared.setdefault(name, True)
-    free = schema.get("additionalProperties", "properties" not in schema)
-    made: list[Variant] = [(declared, required, free)]
-    parts = [[resolve(schema["$ref"], root)]] if isinstance(schema.get("$ref"), str) else []
-    parts += [[member] for member in schema.get("allOf", ())]
-    parts += [list(schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)]
-    for options in parts:
-        ways = [way for option in options for way in variants(option, root, depth + 1, steps)]
-        made = [({**a, **b}, r | s, x if x is not True else y) for a, r, x in made for b, s, y in ways]
-        if len(made) > _LIMIT:
-            raise SchemaError(f"a tool's parameters have more than {_LIMIT} alternatives; write fewer")
-    return made
+    return any(key in leaf for key in _BOUNDS)

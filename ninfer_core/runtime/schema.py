@@ -1,8 +1,9 @@
 """JSON schemas for the grammar compiler: what is enforced, what is refused by name, how long a value must be. No torch.
 
 A client's schema is rewritten into the subset that the compiler enforces: annotations go, older spellings become
-current ones, `propertyNames` becomes `patternProperties`. A keyword that cannot be enforced is an error that names it
-and its path where the request is strict; elsewhere it is dropped and reported to the caller, who logs it.
+current ones, `propertyNames` becomes `patternProperties`, conditions become unions (`conditions`). A keyword that
+cannot be enforced is an error that names it and its path where the request is strict; elsewhere it is dropped and
+reported to the caller, who logs it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import llguidance
 
 from ..errors import SchemaError
+from .conditions import Conditions, Unenforceable
 from .sizes import BOUNDLESS, MANY, NAMED, Sizes, children, conjuncts
 
 
@@ -52,23 +54,10 @@ ALIASES = {
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
-UNENFORCEABLE = (
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-    "$dynamicRef",
-    "$recursiveRef",
-)
+UNENFORCEABLE = ("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef")
 
 _PLAIN = (
-    *("type", "const", "enum", "required", "minItems", "maxItems", "minProperties", "maxProperties", "$anchor"),
+    *("type", "const", "enum", "required", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "if")
@@ -139,6 +128,8 @@ def _misfit(key: str, value: Any) -> str:
     if key == "required" or (key == "type" and isinstance(value, list | tuple)):
         texts = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
         return "" if texts else "it must be a list of strings"
+    if key in ("dependentRequired", "dependentSchemas", "dependencies"):
+        return "" if isinstance(value, Mapping) else "it must be an object"
     if key in ("uniqueItems", "nullable"):
         return "" if isinstance(value, bool) else "it must be true or false"
     return ""
@@ -164,6 +155,9 @@ class Enforcer:
         self._param = param
         self._compile = check
         self._effort = EFFORT
+        self._root: Any = True
+        self._anchors: dict[str, str] = {}
+        self._origins: dict[Path, list[tuple[Path, str]]] = {}
 
     def _check(self, schema: Any) -> str:
         """Compile a part, for a share of the effort."""
@@ -178,7 +172,8 @@ class Enforcer:
                 (strict) one that cannot be enforced.
         """
         self._bounded(schema)
-        made = self._walk(schema, ())
+        self._root, self._anchors = schema, dict(_anchors(schema))
+        made = self._walk(schema, (), {})
         try:
             together = conjuncts(made, CONJUNCTS)
         except RecursionError as error:
@@ -193,7 +188,8 @@ class Enforcer:
             if not reason:
                 if Sizes(made).of(made) >= BOUNDLESS:
                     raise SchemaError(
-                        f"{self._param}: no value of finite size (below {BOUNDLESS} bytes) satisfies this schema",
+                        f"{self._param}: every value of this schema has more than {BOUNDLESS} bytes, or none ends "
+                        "(a minimum that is too large, or a part that requires itself); lower it",
                         param=self._param,
                     )
                 return made
@@ -202,7 +198,13 @@ class Enforcer:
             path, keyword = self._culprit(made, (), made)
             if self._effort <= 0:
                 break
-            self._drop((*path, keyword) if keyword else path, keyword or "this schema", reason)
+            origin = next((end for end in range(len(path) + 1) if path[:end] in self._origins), None)
+            if origin is not None:  # the part stands for a condition of the client's schema, which goes as a whole
+                path, keyword = path[:origin], ""
+                for here, name in self._origins[path]:
+                    self._drop(here, name, reason)
+            else:
+                self._drop((*path, keyword) if keyword else path, keyword or "this schema", reason)
             made = _without(made, path, keyword)
         raise SchemaError(f"{self._param}: the schema cannot be enforced: {reason}", param=self._param)
 
@@ -228,8 +230,11 @@ class Enforcer:
             )
         self.notes.append(f"{keyword!r} at {where} is not enforced: {reason}")
 
-    def _walk(self, schema: Any, path: Path) -> Any:
-        """The same schema in the subset that the compiler knows."""
+    def _walk(self, schema: Any, path: Path, around: Mapping[str, Any]) -> Any:
+        """The same schema in the subset that the compiler knows.
+
+        `around`: the properties that are declared for the same value by what the schema is a part of.
+        """
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
@@ -241,6 +246,8 @@ class Enforcer:
         if len(path) > DEPTH:
             raise SchemaError(f"{self._param}: the schema is nested deeper than {DEPTH} steps", param=self._param)
         made: dict[str, Any] = {}
+        declared = schema.get("properties")
+        scope = {**around, **declared} if isinstance(declared, Mapping) else around
         for key, value in schema.items():
             here = (*path, key)
             if value is not None and (misfit := _misfit(key, value)):
@@ -260,32 +267,84 @@ class Enforcer:
                         path=pointer(here),
                         param=self._param,
                     )
-                made[key] = [self._walk(item, (*here, i)) for i, item in enumerate(value)]
+                inner = {} if key in ("prefixItems", "items") else scope
+                made[key] = [self._walk(item, (*here, i), inner) for i, item in enumerate(value)]
             elif key in NAMED:
                 if not isinstance(value, Mapping):
                     raise SchemaError(
                         f"{self._param}: {pointer(here)} must be an object", path=pointer(here), param=self._param
                     )
-                made[key] = {name: self._walk(item, (*here, name)) for name, item in value.items()}
+                made[key] = {name: self._walk(item, (*here, name), {}) for name, item in value.items()}
             elif key in ("items", "additionalProperties", "additionalItems"):
-                made[key] = self._walk(value, here)
+                made[key] = self._walk(value, here, {})
             elif key == "$ref":
                 self._reference(value, here, made)
         self._spellings(schema, made, path)
+        self._conditions(schema, made, path, scope)
+        if schema.get("nullable") is True and made:
+            rest = {key: made.pop(key) for key in list(made) if key not in ("$defs", "definitions")}
+            made["anyOf"] = [rest, {"type": "null"}]
         return made
+
+    def _conditions(
+        self, schema: Mapping[str, Any], made: dict[str, Any], path: Path, scope: Mapping[str, Any]
+    ) -> None:
+        """Conditions as further members of `allOf`."""
+
+        def walk(part: Any, steps: Path, same: bool) -> Any:
+            return self._walk(part, (*path, *steps), scope if same else {})
+
+        base = (*path, "anyOf", 0, "allOf") if schema.get("nullable") is True else (*path, "allOf")
+        conditions = Conditions(schema, scope, self._root, walk)
+        for keyword, alternatives in conditions.found():
+            here = (*path, keyword)
+            if keyword in ("minProperties", "maxProperties"):
+                made.pop(keyword, None)
+            try:
+                ways = alternatives()
+            except Unenforceable as error:
+                self._drop(here, keyword, str(error))
+                continue
+            members = made.setdefault("allOf", [])
+            self._origins[(*base, len(members))] = [(here, keyword)]
+            members.append({"anyOf": ways} if ways else False)
+        self._join(made.get("allOf", []), base, conditions)
+
+    def _join(self, members: list[Any], base: Path, conditions: Conditions) -> None:
+        """Conditions on one value as one union, also those that are alone in a member of a client's `allOf`."""
+        places = []
+        for i, member in enumerate(members):
+            inner = member.get("allOf") if isinstance(member, Mapping) and set(member) == {"allOf"} else None
+            for place in [(i, "allOf", j) for j in range(len(inner))] if inner else [(i,)]:
+                part = members[i]["allOf"][place[2]] if inner else member
+                if (*base, *place) in self._origins and isinstance(part, Mapping):
+                    places.append((place, part["anyOf"], inner))
+        if len(places) < 2:
+            return
+        (first, ways, _), *others = places
+        for place, more, _ in others:
+            both = conditions.joined(ways, more)
+            if both is None:
+                continue
+            ways = both
+            self._origins[(*base, *first)] += self._origins.pop((*base, *place))
+            _put(members, place, True)
+        _put(members, first, {"anyOf": ways})
 
     def _unenforceable(self, schema: Mapping[str, Any], key: str, here: Path, made: dict[str, Any]) -> None:
         value = schema[key]
         if key == "unevaluatedProperties" and not any(k in schema for k in (*_COMBINED, "additionalProperties")):
-            made["additionalProperties"] = self._walk(value, here)
+            made["additionalProperties"] = self._walk(value, here, {})
         elif not _idle(schema, key):
             self._drop(here, key, "the grammar compiler does not know it")
 
     def _reference(self, value: Any, here: Path, made: dict[str, Any]) -> None:
-        if isinstance(value, str) and value.startswith("#"):
-            made["$ref"] = value
-        else:
+        if not isinstance(value, str) or not value.startswith("#"):
             self._drop(here, "$ref", f"{value!r:.80} is not in this document, and nothing is fetched")
+        elif value in ("#", *self._anchors) or value.startswith("#/"):
+            made["$ref"] = self._anchors.get(value, value)
+        else:
+            self._drop(here, "$ref", f"no part of this document has the $anchor {value[1:]!r:.80}")
 
     def _spellings(self, schema: Mapping[str, Any], made: dict[str, Any], path: Path) -> None:
         """Keywords that need their neighbours: older spellings, formats, names of properties."""
@@ -297,16 +356,11 @@ class Enforcer:
         for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
             if isinstance(made.get(exclusive), bool) and made.pop(exclusive) and bound in made:
                 made[exclusive] = made.pop(bound)
-        if schema.get("uniqueItems") is True and not made.get("maxItems", 2) < 2:
-            self._drop((*path, "uniqueItems"), "uniqueItems", "the grammar compiler does not know it")
         self._type(made, path)
         if "format" in schema:
             self._format(schema["format"], made, path)
         if "propertyNames" in schema:
-            self._names(self._walk(schema["propertyNames"], (*path, "propertyNames")), made, path)
-        if schema.get("nullable") is True and made:
-            rest = {key: made.pop(key) for key in list(made) if key not in ("$defs", "definitions")}
-            made["anyOf"] = [rest, {"type": "null"}]
+            self._names(self._walk(schema["propertyNames"], (*path, "propertyNames"), {}), made, path)
 
     def _type(self, made: dict[str, Any], path: Path) -> None:
         declared = made.get("type")
@@ -359,7 +413,8 @@ class Enforcer:
     def _culprit(self, schema: Any, path: Path, root: Any) -> tuple[Path, str]:
         """The deepest part that does not compile on its own, and its keyword without which it does."""
         for step, child in children(schema):
-            if self._check(attach(child, root)):
+            reason = self._check(attach(child, root)) if isinstance(child, Mapping) else ""
+            if reason and "unsatisfiable" not in reason.lower():  # what nothing satisfies may well be a part
                 return self._culprit(child, (*path, *step), root)
         if isinstance(schema, Mapping):
             for key in reversed([k for k in schema if k not in ("$defs", "definitions", "type")]):
@@ -370,16 +425,26 @@ class Enforcer:
 
 def _idle(schema: Mapping[str, Any], key: str) -> bool:
     """Whether an unenforceable keyword says nothing where it stands."""
-    value = schema[key]
-    if key == "not":
-        return value is False
-    if key == "contains":
-        return schema.get("minContains") == 0 and "maxContains" not in schema
-    if key == "if":
-        return "then" not in schema and "else" not in schema
-    if key in ("then", "else"):
-        return "if" not in schema
-    return value is True or value == {}
+    return schema[key] is True or schema[key] == {}
+
+
+def _put(members: list[Any], place: Path, part: Any) -> None:
+    """Replace a member, or a member of a member's `allOf`."""
+    *steps, last = place
+    target: Any = members
+    for step in steps:
+        target = target[step]
+    target[last] = part
+
+
+def _anchors(schema: Any, path: Path = ()) -> Iterator[tuple[str, str]]:
+    """The references to the anchors of a schema, and the pointers to the same parts."""
+    if len(path) > DEPTH or not isinstance(schema, Mapping):
+        return
+    if isinstance(schema.get("$anchor"), str):
+        yield f"#{schema['$anchor']}", pointer(path)
+    for step, child in children(schema):
+        yield from _anchors(child, (*path, *step))
 
 
 def attach(schema: Any, root: Any) -> Any:

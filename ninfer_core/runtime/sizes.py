@@ -99,6 +99,9 @@ class Sizes:
         while stack:
             part = stack.pop()
             size = self.of(part)
+            if isinstance(part, Mapping) and "allOf" in part:  # a choice may come to require what is optional
+                declared = part.get("properties", {})
+                size += sum(len(name) + 4 + self.of(inner) for name, inner in declared.items())
             worst = max(worst, size if size < BOUNDLESS else 1)
             stack += [child for _, child in children(part)]
         return worst
