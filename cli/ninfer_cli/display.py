@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,18 @@ def _write(stream: TextIO, text: str) -> None:
         stream.flush()
     except BrokenPipeError:
         raise OutputClosedError from None
+
+
+class Notes(logging.Handler):
+    """Warnings that the library logs, as notes on stderr."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one record."""
+        self._console.note(f"note: {record.getMessage()}")
 
 
 class AnswerView:
@@ -218,6 +231,14 @@ def ago(seconds: float) -> str:
             count = int(seconds // length)
             return f"{count} {unit}{'s' if count > 1 else ''} ago"
     return "just now"
+
+
+def duration(seconds: float) -> str:
+    """A time span for people: `3 min`, `1 h 20 min`."""
+    if seconds < 60:
+        return f"{max(0, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:

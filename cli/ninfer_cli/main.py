@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from ninfer_core import __version__
 from . import exits
 from .chat import PARAMETERS, Settings, check_parameter
 from .display import Console, OutputClosedError
+from .options import AsJson, Model, Quiet
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -127,27 +129,6 @@ def root(
     show_help: FastHelp = False,
 ) -> None:
     """Run Qwen3.6-27B and Qwen3.6-35B-A3B on one GPU; `ninfer run demo` runs a tiny model on any machine."""
-
-
-def _complete_model(incomplete: str) -> list[str]:
-    from ninfer_core import store
-
-    try:
-        return [entry.name for entry in store.installed() if entry.name.startswith(incomplete)]
-    except Exception:
-        return []  # a shell completion has no place to show an error
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Name (qwen3.6:27b, qwen3.6:35b-a3b, demo) or path of an artifact.",
-        autocompletion=_complete_model,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
 
 
 def _parameter(name: str) -> Any:
@@ -345,24 +326,63 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(exits.TERMINATED)
 
 
+# Commands of their own modules: name -> (module, function, summary). They are imported when they are called.
+_ELSEWHERE = {
+    "pull": ("models", "pull", "Download a model: verified, resumable, checked for space first."),
+    "rm": ("models", "rm", "Delete models, or further names of them."),
+    "cp": ("models", "cp", "Give a model a further name; nothing is copied."),
+    "ps": ("remote", "ps", "Show what a running server has loaded and does."),
+    "stop": ("remote", "stop", "Unload a running server's model once its requests have ended."),
+    "serve": ("server.command", "serve", "Serve models to OpenAI, Anthropic and Ollama clients."),
+    "launch": ("launch", "launch", "Start an agent program on a running server's model."),
+    "bench": ("bench", "group", "Measure speed: decode, batches, serving, each beside its floor."),
+    "doctor": ("doctor", "doctor", "Say what works on this machine, what would not, and how to mend it."),
+}
+
+
+def _register(target: typer.Typer, name: str) -> None:
+    module, function, summary = _ELSEWHERE[name]
+    found = getattr(importlib.import_module(f".{module}", __package__), function)
+    if name == "bench":
+        target.add_typer(found(guarded), name=name)
+    else:
+        target.command(name, help=summary)(guarded(found))
+
+
+def _summary(text: str) -> Callable[[], None]:
+    """A command that is only listed: of a list nobody needs the options, and parsing them takes half a second."""
+
+    def listed() -> None:
+        return
+
+    listed.__doc__ = text
+    return listed
+
+
 def program(argv: list[str]) -> typer.Typer:
-    """The app, with `serve`, `bench` and the completion options only where they can matter: they take half a second."""
+    """The app with what `argv` needs: one command, all of them for a completion, or their summaries for a list."""
     first = argv[0] if argv else "--help"
-    plain = not first.startswith("-") and "_NINFER_COMPLETE" not in os.environ
-    if (first == "serve" or not plain) and "serve" not in [command.name for command in app.registered_commands]:
-        from .server.command import serve
-
-        app.command("serve")(guarded(serve))
-    if (first == "bench" or not plain) and "bench" not in [group.name for group in app.registered_groups]:
-        from . import bench
-
-        app.add_typer(bench.group(guarded), name="bench")
-    if plain:
-        return app
-    full = _typer(completion=True)
-    full.registered_callback, full.registered_commands = app.registered_callback, app.registered_commands
-    full.registered_groups = app.registered_groups
-    return full
+    own = {
+        command.name or command.callback.__name__: command for command in app.registered_commands if command.callback
+    }
+    completing = "_NINFER_COMPLETE" in os.environ
+    chosen = _typer(completion=completing or first not in {*own, *_ELSEWHERE})
+    chosen.registered_callback = app.registered_callback
+    if completing:
+        chosen.registered_commands = list(app.registered_commands)
+        for name in _ELSEWHERE:
+            _register(chosen, name)
+    elif first in own:
+        chosen.registered_commands = [own[first]]
+    elif first in _ELSEWHERE:
+        _register(chosen, first)
+    else:
+        for name, command in own.items():
+            text = (command.callback.__doc__ or "") if command.callback else ""
+            chosen.command(name, hidden=command.hidden, add_help_option=False)(_summary(text))
+        for name, (_, _, text) in _ELSEWHERE.items():
+            chosen.command(name, add_help_option=False)(_summary(text))
+    return chosen
 
 
 def main(argv: list[str] | None = None, *, loader: Any = None) -> None:

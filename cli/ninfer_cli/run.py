@@ -20,7 +20,7 @@ from ninfer_core.types import Message
 from . import exits
 from .answer import Turn, statistics, statistics_lines, take_turn
 from .chat import Chat, Settings
-from .display import AnswerView, Console, Progress
+from .display import AnswerView, Console, Notes, Progress
 from .inputs import read_messages
 
 if TYPE_CHECKING:
@@ -96,23 +96,11 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
         return _answer_once(engine, name, messages, options, console, seconds)
 
 
-class _Notes(logging.Handler):
-    """Warnings of the engine as notes on stderr."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.WARNING)
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show one record."""
-        self._console.note(f"note: {record.getMessage()}")
-
-
 @contextlib.contextmanager
 def _noted(console: Console, quiet: bool) -> Iterator[None]:
     """Show what the engine logs, or with `quiet` nothing of it; without a handler Python would print it bare."""
     logger = logging.getLogger("ninfer")
-    handler = logging.NullHandler() if quiet else _Notes(console)
+    handler = logging.NullHandler() if quiet else Notes(console)
     logger.addHandler(handler)
     try:
         yield

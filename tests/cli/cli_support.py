@@ -42,6 +42,7 @@ def environment(home: Path, **changes: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TERM": "xterm-256color",
         "LC_ALL": "C.UTF-8",
+        "NINFER_HOST": "127.0.0.1:9",  # no server: one that happens to run here must not answer for a test
         **changes,
     }
 

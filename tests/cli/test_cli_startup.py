@@ -36,14 +36,14 @@ def test_what_must_answer_at_once_loads_nothing_heavy(tmp_path: Path, args: list
 
 @pytest.mark.parametrize("args", [["--help"], ["list"]])
 def test_start_up_time(tmp_path: Path, args: list[str]) -> None:
-    # Processor time, which other programs do not stretch: measured 0.25 to 0.31 s; torch alone would cost 2 s.
-    times = []
-    for _ in range(3):
+    # Processor time, which other programs stretch little; the best of a few. Measured 0.25 s; torch alone costs 2 s.
+    times: list[float] = []
+    while len(times) < 3 or (min(times) >= 0.4 and len(times) < 12):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([*NINFER, *args], env=environment(tmp_path), capture_output=True, check=True, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times) < 0.8, times
+    assert min(times) < 0.4, times
 
 
 def test_importing_the_program_loads_no_torch() -> None:
