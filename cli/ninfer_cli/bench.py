@@ -151,7 +151,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         if name:
             most = max(levels, default=64)
-            url = stack.enter_context(_own_server(name, most, device, quiet))
+            url = stack.enter_context(own_server(name, most, device, quiet))
         served = served_model or asyncio.run(serving.served_model(url, key))
         load = serving.Load(url, served, key, prompt_tokens, max_tokens, not honour_eos)
         figures = asyncio.run(serving.serve_load(load, levels=levels, rates=arrivals, requests=requests))
@@ -266,7 +266,7 @@ def _cuda() -> bool:
 
 
 @contextlib.contextmanager
-def _own_server(name: str, slots: int, device: str, quiet: bool) -> Iterator[str]:
+def own_server(name: str, slots: int, device: str, quiet: bool) -> Iterator[str]:
     """`ninfer serve` in a process of its own, ended afterwards; yields its OpenAI base."""
     import httpx
 
