@@ -1,14 +1,18 @@
 """How many bytes a model takes on a device, from its inventory and configuration alone. No torch.
 
-These are the sizes that `packed`, `state.FusedState` and the planner allocate; a test holds them equal.
+These are the sizes of what `packed`, `weights`, `state` and `model.fused` allocate; a test holds them together. A path
+that needs buffers of its own states them here, as a function of what they depend on, so that the plan knows them before
+anything is loaded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from .errors import GeometryError
+from .config import ModelConfig
+from .errors import GeometryError, UnsupportedError
 from .formats import format_of, up
 from .inventory import Inventory
 
@@ -17,6 +21,18 @@ ALIGN = 256
 
 WIDER = ("Q4", "Q5", "Q6", "W8")
 """A format's values are exact in every later one."""
+
+PAGE = 64
+"""Tokens in a KV page."""
+
+KV_GROUP = 64
+"""Values of the head axis that share a scale in INT8 pages."""
+
+RING = 16
+"""Tokens that a slot of `FusedState` remembers one by one: two windows of eight rows, or one and the convolution."""
+
+ROWS = 64
+"""Most rows in a call of the fused path."""
 
 _ALLOWED = {"token_embedding": ("Q6", "W8"), "shared_down": ("W8",)}
 _FUSED = {
@@ -78,3 +94,151 @@ def _plane_bytes(short: str, rows: int, columns: int) -> tuple[int, int, int]:
     bits, group = {"Q4": (4, 64), "Q5": (5, 64), "Q6": (6, 64), "W8": (8, 32)}[short]
     count = rows * columns
     return count * (8 if bits == 8 else 4) // 8, count * (0 if bits == 8 else bits - 4) // 8, count // group * 2
+
+
+def reference_bytes(objects: Inventory, itemsize: int, *, mtp: bool = True, vision: bool = False) -> int:
+    """Bytes of the torch path's weights, within one percent: matrices in the compute type, the rest in fp32."""
+    total = 0
+    for name, (shape, fmt) in objects.items():
+        last = name.rsplit("/", 1)[1]
+        if name.startswith("vision/"):
+            if vision:
+                fp32 = "norm" in name or last == "position_embedding"
+                total += math.prod(shape) * (4 if fp32 else itemsize)
+        elif (mtp or not (name.startswith("mtp/") or last.startswith("draft_head"))) and not name.startswith("dflash/"):
+            plain = len(shape) == 1 or last in ("router_shared_gate", "convolution")
+            total += math.prod(shape) * (8 if fmt == "I32" else 4 if plain else itemsize)
+    return total
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def page_bytes(config: ModelConfig, kv_cache: str) -> int:
+    """Bytes of one KV page over all attention layers and the draft layer."""
+    layers = len(config.attention_layers) + config.mtp_num_hidden_layers
+    size = {"int8": 1, "bf16": 2, "fp32": 4}[kv_cache] * config.head_dim
+    scales = 2 * (config.head_dim // KV_GROUP) if kv_cache == "int8" else 0
+    return layers * 2 * config.num_key_value_heads * PAGE * (size + scales)
+
+
+def slot_bytes(config: ModelConfig, drafts: int) -> int:
+    """Bytes of one slot of `State`: recurrent state, convolution rows and a window of `drafts` + 1 rows, fp32."""
+    heads, key, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    window = (drafts + 1) * (config.gdn_key_width + config.gdn_value_width + heads)
+    rows = (config.linear_conv_kernel_dim - 1 + drafts + 1) * config.conv_channels
+    return len(config.gdn_layers) * 4 * (heads * key * value + window + rows)
+
+
+def fused_slot_bytes(config: ModelConfig) -> int:
+    """Bytes of one slot of `FusedState`: fp32 recurrent state and rings of the last tokens."""
+    heads = config.linear_num_value_heads
+    state = 4 * heads * config.linear_key_head_dim * config.linear_value_head_dim
+    ring = 2 * config.conv_channels + 4 * (config.gdn_key_width + config.gdn_value_width + heads)
+    return len(config.gdn_layers) * (state + RING * ring)
+
+
+# --- workspaces of the fused path ------------------------------------------------------------------------------------
+
+
+def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) -> int:
+    """Bytes of `model.fused.Workspace` for calls of up to `rows` rows over `context` tokens."""
+
+    def activation(columns: int, parts: int) -> int:
+        return rows * (columns // 32 * 36 + 4 * parts)
+
+    hidden, width, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
+    splits = max(16, -(-(context + RING // 2) // 128))
+    parts = max(RING // 2 * splits, rows * 16)
+    total = 5 * rows * hidden * 4 + 2 * activation(hidden, hidden // 32) + activation(2 * hidden, 1)
+    total += activation(width, 4 * heads) + activation(config.query_width, 1)
+    total += rows * (2 * (config.conv_channels + width) + 8 * heads + 4 * (config.query_width + config.kv_width))
+    total += parts * config.num_attention_heads * (256 + 2) * 4
+    if config.is_moe:
+        pairs = config.num_experts_per_tok
+        total += rows * (4 * (config.num_experts + 1) + 8 * config.moe_intermediate_size + 8 * pairs)
+        total += rows * (pairs + 1) * config.moe_intermediate_size // 32 * 36
+    else:
+        total += activation(config.intermediate_size, 1)
+    return total + rows * (512 + config.vocab_size * 4 + config.vocab_size // 32 * 8)
+
+
+def prefill_workspace_bytes(config: ModelConfig, chunk: int) -> int:
+    """Bytes that a prompt chunk of `chunk` tokens takes while it is read."""
+    return 0
+
+
+# --- what a model needs ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What must be held, in bytes: `weights`; `page`, one KV page of all layers; `slot`, one sequence's state.
+
+    `workspaces(context)` gives the buffers by name. `drafts`: tokens drafted beyond the last one.
+    """
+
+    weights: int
+    page: int
+    slot: int
+    drafts: int
+    workspaces: Callable[[int], Mapping[str, int]]
+
+    def pages(self, context: int) -> int:
+        """Pages of one sequence that fills the context, with room for the drafts beyond its last token."""
+        return -(-(context + self.drafts) // PAGE)
+
+    def total(self, context: int, slots: int = 1) -> int:
+        """Bytes for one full context, with the state of `slots` sequences and checkpoints."""
+        fixed = self.weights + sum(self.workspaces(context).values()) + slots * self.slot
+        return fixed + self.pages(context) * self.page
+
+    def longest(self, budget: int, limit: int, slots: int = 1) -> int:
+        """The longest context, at most `limit`, that fits in `budget` bytes; 0 if none does."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.total(middle, slots) <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def fused_footprint(
+    config: ModelConfig, objects: Inventory, *, kv_cache: str = "int8", drafts: int = 3, chunk: int = 1024
+) -> Footprint:
+    """What the Triton path needs.
+
+    Raises:
+        UnsupportedError: a KV type that its kernels do not read.
+        GeometryError: a matrix that its kernels do not take.
+    """
+    if kv_cache != "int8":
+        raise UnsupportedError(
+            f'kv_cache is {kv_cache!r}; the Triton kernels keep keys and values in int8 only: use kv_cache="int8", or '
+            'device="cpu"',
+            param="kv_cache",
+        )
+
+    def workspaces(context: int) -> Mapping[str, int]:
+        return {
+            "workspace of a round": decode_workspace_bytes(config, context),
+            "workspace of a prompt chunk": prefill_workspace_bytes(config, chunk),
+        }
+
+    return Footprint(
+        packed_bytes(objects, mtp=drafts > 0),
+        page_bytes(config, kv_cache),
+        fused_slot_bytes(config),
+        drafts,
+        workspaces,
+    )
+
+
+def reference_footprint(
+    config: ModelConfig, objects: Inventory, *, itemsize: int, kv_cache: str, drafts: int, vision: bool = False
+) -> Footprint:
+    """What the torch path needs; `itemsize`: bytes of its compute type."""
+    weights = reference_bytes(objects, itemsize, mtp=drafts > 0, vision=vision)
+    return Footprint(weights, page_bytes(config, kv_cache), slot_bytes(config, drafts), drafts, lambda context: {})

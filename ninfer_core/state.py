@@ -13,9 +13,7 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .errors import InvalidRequestError
-
-KV_GROUP = 64
-"""Values of the head axis that share a scale in INT8 pages."""
+from .footprint import KV_GROUP, RING
 
 _KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
@@ -161,10 +159,6 @@ class State:
                 tensor[:, :, :, index] = 0
 
 
-RING = 16
-"""Tokens that a slot of a `FusedState` remembers one by one: two windows of eight rows, or one and the convolution."""
-
-
 @dataclass(frozen=True, slots=True)
 class DeltaState:
     """Recurrent state of one GDN layer for all slots, as the fused kernels keep it.
@@ -280,17 +274,3 @@ class FusedState:
         index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
         for tensor in (self.kv_codes, self.kv_scales):
             tensor[:, :, :, index] = 0
-
-
-def state_bytes(
-    config: ModelConfig, kv_dtype: str, max_draft: int, page_size: int = 64, *, fused: bool = False
-) -> tuple[int, int]:
-    """`(bytes of one KV page, bytes of one slot)` without allocating anything; `fused`: of a `FusedState`."""
-    state: State | FusedState
-    if fused:
-        state = FusedState(config, slots=1, pages=1, max_draft=max_draft, device="meta")
-    else:
-        state = State(
-            config, slots=1, pages=1, page_size=page_size, kv_dtype=kv_dtype, max_draft=max_draft, device="meta"
-        )
-    return state.kv_bytes_per_page, state.bytes_per_slot

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from .. import quant
 from ..config import ModelConfig
-from ..state import state_bytes
+from ..footprint import PAGE, page_bytes
 
-PAGE = 64
 Formats = Mapping[str, tuple[tuple[int, ...], str]]
 
 
@@ -88,7 +87,7 @@ def _draft_bytes(
 
 def _per_token(config: ModelConfig, kv_cache: str) -> tuple[float, float]:
     """Bytes of one token in one attention layer, and of the recurrent state of one sequence."""
-    page, _ = state_bytes(config, kv_cache, 0, PAGE)
+    page = page_bytes(config, kv_cache)
     layers = len(config.attention_layers) + config.mtp_num_hidden_layers
     heads = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
     return page / PAGE / layers, 4.0 * heads * len(config.gdn_layers)

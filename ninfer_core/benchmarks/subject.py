@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..artifact import Artifact
+from ..artifact import Artifact, TensorInfo
 from ..config import PUBLISHED, ModelConfig
 from ..engine import Engine
 from ..errors import InvalidRequestError
@@ -137,7 +137,7 @@ class RandomSource:
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config = config
         self.formats: Formats = inventory(config, default_recipe(config), vision=False)
-        self.tensors: Mapping[str, object] = self.formats
+        self.tensors = {name: TensorInfo(name, shape, fmt, 0) for name, (shape, fmt) in self.formats.items()}
         self._seed = seed
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -74,13 +74,20 @@ class VisionTower:
         return Encoding(self, patch_rows(frames, *sizes, pixels.mean, pixels.std, self.dtype), [grid])
 
     def workspace(self, patches: int) -> int:
-        """Bytes that a medium of that many patch rows takes beside the weights, its features included."""
-        c, size = self.config, self.dtype.itemsize
-        inner = max(c.intermediate_size, c.hidden_size * c.spatial_merge_size**2)
-        row = c.hidden_size * (4 + 4 * size) + c.head_dim * 8 + c.out_hidden_size * size // c.spatial_merge_size**2
-        # the frames, normalised and in patch order, are gone before the blocks begin
-        row = max(row, c.patch_dim * (6 + size) + c.hidden_size * 4)
-        return patches * row + min(patches, TILE) * (2 * inner * size + 8 * c.hidden_size)
+        """See `tower_workspace`."""
+        return tower_workspace(self.config, self.dtype.itemsize, patches)
+
+
+def tower_workspace(c: VisionConfig, size: int, patches: int) -> int:
+    """Bytes that a medium of that many patch rows takes beside the weights, its features included.
+
+    `size`: bytes of the compute type.
+    """
+    inner = max(c.intermediate_size, c.hidden_size * c.spatial_merge_size**2)
+    row = c.hidden_size * (4 + 4 * size) + c.head_dim * 8 + c.out_hidden_size * size // c.spatial_merge_size**2
+    # the frames, normalised and in patch order, are gone before the blocks begin
+    row = max(row, c.patch_dim * (6 + size) + c.hidden_size * 4)
+    return patches * row + min(patches, TILE) * (2 * inner * size + 8 * c.hidden_size)
 
 
 class Encoding:

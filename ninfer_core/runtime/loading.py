@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from ..artifact import Artifact
+from ..config import ModelConfig
 from ..errors import DeviceError
+from ..footprint import reference_footprint
 from ..kernels import _op
 from ..model.decoder import Decoder
 from ..model.mtp import MTP
+from ..model.vision import VisionTower, tower_workspace
 from ..state import State
 from ..weights import load_weights
 from .options import EngineOptions
-from .planning import Plan, free_memory, plan
+from .planning import Plan, budget_of, plan
 
 log = logging.getLogger("ninfer.engine")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,6 +38,7 @@ class LoadedModel:
     route: str
     draft_tokens: int
     threads: int
+    tower: VisionTower | None
 
 
 def choose_device(wanted: str) -> tuple[torch.device, str]:
@@ -58,21 +62,28 @@ def choose_device(wanted: str) -> tuple[torch.device, str]:
     return torch.device("cuda"), "cuda: torch reference path (no kernels of this build; for comparison, not for speed)"
 
 
-def load_model(artifact: Artifact, options: EngineOptions) -> LoadedModel:
-    """Read the weights and allocate the state.
+def load_model(artifact: Artifact, options: EngineOptions, most_patches: int = 0) -> LoadedModel:
+    """Read the weights and allocate the state. `most_patches`: of the largest medium, if media are read.
 
     Raises:
         DeviceError, MemoryPlanError, ArtifactError: see `choose_device`, `planning.plan` and `Artifact`.
     """
     device, route = choose_device(options.device)
     name = options.dtype if options.dtype != "auto" else ("float32" if device.type == "cpu" else "bfloat16")
-    weights = load_weights(artifact, device, _DTYPES[name], mtp=options.draft_tokens > 0, vision=False)
-    config = artifact.config
-    drafts = options.draft_tokens if weights.mtp is not None else 0
-    size = weights.nbytes
+    dtype, config = _DTYPES[name], artifact.config
+    drafts = options.draft_tokens if config.mtp_num_hidden_layers else 0
     if drafts < options.draft_tokens:
         log.warning("the model has no draft layer: draft_tokens=%d has no effect", options.draft_tokens)
-    made = plan(config, options, weight_bytes=size, free_bytes=free_memory(device))
+    sees = options.vision and config.vision is not None
+    objects = {name: (info.shape, info.format) for name, info in artifact.tensors.items()}
+    footprint = reference_footprint(
+        config, objects, itemsize=dtype.itemsize, kv_cache=options.kv_cache, drafts=drafts, vision=sees
+    )
+    patches = _patches_in_context(config, options, most_patches)
+    workspace = tower_workspace(config.vision, dtype.itemsize, patches) if sees and config.vision else 0
+    made = plan(config, options, footprint, budget=budget_of(options, device), vision_bytes=workspace)
+    weights = load_weights(artifact, device, dtype, mtp=drafts > 0, vision=sees)
+    tower = VisionTower(weights.vision, config.vision) if weights.vision and config.vision else None
     state = State(
         config,
         slots=made.slots + made.checkpoints,
@@ -83,7 +94,14 @@ def load_model(artifact: Artifact, options: EngineOptions) -> LoadedModel:
     )
     threads = options.threads
     if threads == "auto":
-        threads = 1 if size <= _SMALL else torch.get_num_threads()
+        threads = 1 if footprint.weights <= _SMALL else torch.get_num_threads()
     mtp = MTP(weights, config) if drafts else None
     log.info("loaded %s on %s, context %d tokens\n%s", options.model, route, made.context_length, made.table())
-    return LoadedModel(Decoder(weights, config), mtp, state, made, device, route, drafts, threads)
+    return LoadedModel(Decoder(weights, config), mtp, state, made, device, route, drafts, threads, tower)
+
+
+def _patches_in_context(config: ModelConfig, options: EngineOptions, most: int) -> int:
+    """Patch rows of the largest medium whose features fit into the context."""
+    longest = config.max_position_embeddings
+    context = longest if options.context_length == "auto" else min(options.context_length, longest)
+    return min(most, context * config.vision.spatial_merge_size**2) if config.vision else 0

@@ -31,7 +31,8 @@ class EngineOptions:
     per sequence, as memory allows. cache_answers: keep states behind answers too. These were made by decoding, so a
     later output can differ from that of a fresh engine within rounding; without them no output depends on earlier ones.
     threads: CPU threads of the model's arithmetic; "auto" is what was measured best.
-    memory: bytes the engine may use for caches and state; "auto" is most of what is free at load time.
+    memory: bytes the engine may take on its device, weights included; "auto" is most of what is free at load time.
+    vision: load the vision tower and read images and videos. Off, the tower takes no memory and media are refused.
     """
 
     model: str = "demo"
@@ -49,6 +50,7 @@ class EngineOptions:
     cache_answers: bool = True
     threads: int | Literal["auto"] = "auto"
     memory: int | Literal["auto"] = "auto"
+    vision: bool = False
 
     def __post_init__(self) -> None:
         _choice(self, "device", ("auto", "cpu", "cuda"))
@@ -64,6 +66,8 @@ class EngineOptions:
         _range(self, "checkpoints", 0, 4096)
         _range(self, "threads", 1, None)
         _range(self, "memory", 1, None)
+        if not isinstance(self.vision, bool):
+            raise InvalidRequestError(f"vision is {self.vision!r}; it must be true or false", param="vision")
         if self.prefill_chunk % PAGE:
             raise InvalidRequestError(
                 f"prefill_chunk is {self.prefill_chunk}; it must be a multiple of {PAGE}", param="prefill_chunk"
@@ -95,6 +99,7 @@ class EngineFields(TypedDict, total=False):
     cache_answers: bool
     threads: int | Literal["auto"]
     memory: int | Literal["auto"]
+    vision: bool
 
 
 def engine_options(model: str, fields: Mapping[str, Any]) -> EngineOptions:

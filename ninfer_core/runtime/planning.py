@@ -1,8 +1,9 @@
-"""How much memory an engine takes, decided before anything is allocated: slots, pages and the context they allow."""
+"""How much memory an engine takes, decided before anything is loaded: slots, pages and the context they allow."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,93 +11,144 @@ import torch
 
 from ..config import ModelConfig
 from ..errors import InvalidRequestError, MemoryPlanError
-from ..state import state_bytes
+from ..footprint import Footprint
 from .options import PAGE, EngineOptions
 
 SHARE = 0.8
-"""Part of the free memory that `memory="auto"` may take."""
+"""Part of the free host memory that `memory="auto"` may take on the CPU."""
+
+RESERVE = 512 << 20
+"""Device memory that `memory="auto"` leaves: compiled kernels, CUDA graphs, and what other programs ask for."""
+
+KEPT = 4
+"""Checkpoints that a context of "auto" leaves room for, where a quarter of the memory holds as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be allocated. Bytes: of all weights, of one KV page (64 tokens, all layers), of one state slot."""
+    """What will be allocated. `budget`: bytes the engine may take in all; `workspaces`: buffers by name, bytes."""
 
     context_length: int
     slots: int
     pages: int
-    weight_bytes: int
-    page_bytes: int
-    slot_bytes: int
+    checkpoints: int
+    footprint: Footprint
+    workspaces: Mapping[str, int]
     budget: int
-    checkpoints: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of slots, checkpoints and pages together."""
-        return (self.slots + self.checkpoints) * self.slot_bytes + self.pages * self.page_bytes
+        """Bytes of everything: weights, workspaces, slots, checkpoints and pages."""
+        return sum(size for _, size, _ in self._rows())
 
     def table(self) -> str:
-        """What needs how much, one line each."""
-        per_sequence = pages_for(self.context_length, 0) * self.page_bytes
-        lines = [
-            ("weights (loaded)", self.weight_bytes),
-            (f"state of {self.slots} sequences", self.slots * self.slot_bytes),
-            (f"state of {self.checkpoints} checkpoints of the prefix cache", self.checkpoints * self.slot_bytes),
-            (f"KV cache, {self.pages} pages of {PAGE} tokens", self.pages * self.page_bytes),
-            (f"KV cache of one sequence of {self.context_length} tokens", per_sequence),
-            ("allowed for state and KV cache", self.budget),
+        """What needs how much, and which setting changes it, one line each."""
+        per_sequence = self.footprint.pages(self.context_length) * self.footprint.page
+        rows = [
+            *self._rows(),
+            ("all of this", self.nbytes, ""),
+            ("the engine may take", self.budget, "memory"),
+            (f"KV cache of one sequence of {self.context_length:,} tokens", per_sequence, "context_length"),
         ]
-        return "\n".join(f"  {what:<50} {size / 2**20:>12,.1f} MiB" for what, size in lines)
+        return "\n".join(f"  {what:<52} {size / 2**20:>12,.1f} MiB  {setting}".rstrip() for what, size, setting in rows)
+
+    def _rows(self) -> list[tuple[str, int, str]]:
+        foot = self.footprint
+        return [
+            ("weights", foot.weights, "model, draft_tokens, vision"),
+            *((name, size, _SETTINGS.get(name, "context_length")) for name, size in self.workspaces.items() if size),
+            (f"state of {self.slots} sequences", self.slots * foot.slot, "max_sequences"),
+            (
+                f"state of {self.checkpoints} checkpoints of the prefix cache",
+                self.checkpoints * foot.slot,
+                "checkpoints, prefix_cache",
+            ),
+            (
+                f"KV cache, {self.pages:,} pages of {PAGE} tokens",
+                self.pages * foot.page,
+                "context_length, max_sequences, prefix_cache",
+            ),
+        ]
 
 
-def pages_for(context_length: int, draft_tokens: int) -> int:
-    """Pages of one sequence that fills the context, with room for the drafts beyond its last token."""
-    return -(-(context_length + draft_tokens) // PAGE)
+VISION_WORKSPACE = "workspace of the vision tower"
+_SETTINGS = {VISION_WORKSPACE: "vision", "workspace of a prompt chunk": "prefill_chunk"}
 
 
-def plan(config: ModelConfig, options: EngineOptions, *, weight_bytes: int, free_bytes: int) -> Plan:
-    """Fit slots and pages into memory.
+def plan(
+    config: ModelConfig, options: EngineOptions, footprint: Footprint, *, budget: int, vision_bytes: int = 0
+) -> Plan:
+    """Fit slots and pages into `budget` bytes, weights and workspaces included.
 
     Every sequence gets a slot. Pages are shared: at least one sequence of full context fits, and as many as
-    `max_sequences` where memory allows, then the room of the prefix cache.
+    `max_sequences` where memory allows, then the room of the prefix cache. A context of "auto" is the longest that fits
+    beside a few checkpoints. `vision_bytes` stay free for the tower.
 
     Raises:
         InvalidRequestError: the context asked for is longer than the model's.
         MemoryPlanError: one sequence of that context does not fit; the message holds the table.
     """
     limit = config.max_position_embeddings
-    wanted = limit if options.context_length == "auto" else options.context_length
-    if wanted > limit:
+    if options.context_length != "auto" and options.context_length > limit:
         raise InvalidRequestError(
-            f"context_length is {wanted}; this model was trained for at most {limit} tokens", param="context_length"
+            f"context_length is {options.context_length}; this model was trained for at most {limit} tokens",
+            param="context_length",
         )
-    page_bytes, slot_bytes = state_bytes(config, options.kv_cache, options.draft_tokens)
-    budget = int(free_bytes * SHARE) if options.memory == "auto" else options.memory
-    slots = options.max_sequences
-    checkpoints = _checkpoints(options, slots, budget // slot_bytes)
-    affordable = max(0, budget - (slots + checkpoints) * slot_bytes) // page_bytes
-    if options.context_length == "auto":
-        wanted = min(wanted, affordable * PAGE - options.draft_tokens)
-    need = pages_for(max(wanted, 1), options.draft_tokens)
-    kept = need if options.prefix_cache is True else pages_for(int(options.prefix_cache), 0)
-    pages = min(need * slots + (kept if checkpoints else 0), affordable)
-    made = Plan(wanted, slots, pages, weight_bytes, page_bytes, slot_bytes, budget, checkpoints)
-    if wanted < 1 or pages < need:
-        raise MemoryPlanError(
-            f"one sequence of {max(wanted, 1)} tokens needs {need} KV pages, and {affordable} fit beside "
-            f"{slots} state slots and {checkpoints} checkpoints; lower context_length, max_sequences or checkpoints, "
-            f"or raise memory:\n{made.table()}"
-        )
+    slots, room = options.max_sequences, budget - vision_bytes
+    kept = _reserved(options, footprint, room - footprint.total(1, slots))
+    fits = footprint.longest(room, limit, slots + kept)
+    context = fits if options.context_length == "auto" else options.context_length
+    context = max(context, 1)
+    need = footprint.pages(context)
+    left = room - footprint.total(context, slots + kept)
+    if options.prefix_cache and options.checkpoints == "auto" and left > 0:
+        more = max(0, min(max(16, 4 * slots) - kept, left // 2 // footprint.slot))
+        kept, left = kept + more, left - more * footprint.slot
+    cached = need if options.prefix_cache is True else -(-int(options.prefix_cache) // PAGE)
+    wanted = need * (slots - 1) + (cached if kept else 0)
+    pages = need + min(wanted, max(0, left) // footprint.page)
+    workspaces = {**footprint.workspaces(context), VISION_WORKSPACE: vision_bytes}
+    made = Plan(context, slots, pages, kept, footprint, workspaces, budget)
+    if left < 0:
+        raise MemoryPlanError(_refusal(made, fits))
     return made
 
 
-def _checkpoints(options: EngineOptions, slots: int, affordable: int) -> int:
-    """How many states the prefix cache keeps: as asked for, or four per sequence in a quarter of the memory."""
+def _reserved(options: EngineOptions, footprint: Footprint, left: int) -> int:
+    """Checkpoints that come before the context: those asked for, or a few where memory is plenty."""
     if not options.prefix_cache:
         return 0
     if options.checkpoints != "auto":
         return options.checkpoints
-    return min(max(16, 4 * slots), max(0, affordable - slots) // 4)
+    if options.context_length != "auto":
+        return 0
+    return min(KEPT, max(0, left) // 4 // footprint.slot)
+
+
+def _refusal(made: Plan, fits: int) -> str:
+    longest = f"the longest context that fits is {fits:,} tokens" if fits else "no context fits"
+    return (
+        f"one sequence of {made.context_length:,} tokens with {made.slots} state slots and {made.checkpoints} "
+        f"checkpoints needs {made.nbytes / 2**20:,.1f} MiB, and the engine may take {made.budget / 2**20:,.1f} MiB; "
+        f"{longest}. What needs how much, and the setting that changes it:\n{made.table()}"
+    )
+
+
+def budget_of(options: EngineOptions, device: torch.device) -> int:
+    """Bytes the engine may take on the device in all.
+
+    Raises:
+        MemoryPlanError: more was asked for than is free.
+    """
+    free = free_memory(device)
+    if options.memory == "auto":
+        return max(0, free - RESERVE) if device.type == "cuda" else int(free * SHARE)
+    if options.memory > free:
+        raise MemoryPlanError(
+            f"memory is {options.memory / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free on {device}; lower "
+            "memory, or end other programs there"
+        )
+    return options.memory
 
 
 def free_memory(device: torch.device) -> int:

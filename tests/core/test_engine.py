@@ -491,9 +491,12 @@ def test_options_are_checked():
 
 
 def test_auto_context_shrinks_to_the_memory():
-    with tiny_engine(memory=2 << 20, context_length="auto") as engine:
+    with tiny_engine() as engine:
+        assert engine.context_length == 1024
+        memory = engine.plan.footprint.weights + (2 << 20)
+    with tiny_engine(memory=memory, context_length="auto") as engine:
         assert 64 <= engine.context_length < 1024
-        assert engine.plan.nbytes <= 2 << 20
+        assert engine.plan.nbytes <= memory
         assert_free(engine)
 
 

@@ -8,7 +8,8 @@ import torch
 from ninfer_core.config import QWEN36_27B, QWEN36_35B_A3B
 from ninfer_core.errors import InvalidRequestError, InventoryError
 from ninfer_core.inventory import default_recipe, inventory
-from ninfer_core.state import State, state_bytes
+from ninfer_core.footprint import page_bytes, slot_bytes
+from ninfer_core.state import State
 from ninfer_core.weights import from_state_dict, hf_objects, load_weights
 from tests.cases import DEMO, tiny_config, tiny_dict
 from tests.support import mtp_tensors, poisoned_state, reference_model, same_bits
@@ -105,11 +106,11 @@ def test_bytes_of_the_published_models():
         (QWEN36_27B, 33792 + 2112, 65536 + 4096, 150_994_944),
         (QWEN36_35B_A3B, 10560 + 1056, 20480 + 2048, 62_914_560),
     ):
-        assert state_bytes(config, "int8", 3)[0] == 64 * int8
-        assert state_bytes(config, "bf16", 3)[0] == 64 * bf16
+        assert page_bytes(config, "int8") == 64 * int8
+        assert page_bytes(config, "bf16") == 64 * bf16
         layers, heads = len(config.gdn_layers), config.linear_num_value_heads
         window = 4 * (config.gdn_key_width + config.gdn_value_width + heads) + 7 * config.conv_channels
-        assert state_bytes(config, "int8", 3)[1] == gdn + layers * window * 4
+        assert slot_bytes(config, 3) == gdn + layers * window * 4
 
 
 def test_copy_clear_and_account():
