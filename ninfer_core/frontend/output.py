@@ -116,7 +116,7 @@ class OutputMachine:
         self.reasoning_tokens = 0
         self._token_bytes = token_bytes
         self._silent = frozenset(eos_ids)
-        self._ends = frozenset(stop_ids) | (frozenset() if ignore_eos else self._silent)
+        self.ends = frozenset(stop_ids) | (frozenset() if ignore_eos else self._silent)
         self._close_ids = tuple(close_ids)
         self._tools = ToolSet(() if raw else tools)
         self._parallel = parallel
@@ -156,7 +156,7 @@ class OutputMachine:
             if self.stopped:
                 break
             self.kept += 1
-            if token in self._ends:
+            if token in self.ends:
                 self.stopped = True
                 break
             if token in self._silent:

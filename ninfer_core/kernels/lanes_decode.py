@@ -65,9 +65,10 @@ _WIDTH = tl.constexpr(LANE_WIDTH)
 _RESULT = tl.constexpr(RESULT_WIDTH)
 _K = tl.constexpr(MOST_TOP_K)
 _PATTERN = tl.constexpr(64)
+_CHAIN = tl.constexpr(MOST_DRAFTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "pages_used"])
 def open_kernel(
     lanes, tables, slots, tokens, lengths, commits, deltas, pages, table_width, pages_used,
     R: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -116,7 +117,7 @@ def first_of(rank, count):
     return chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["addressable"])
 def sample_kernel(
     logits, best, best_row, lanes, slots, scratch, scratch_z, token, bad, addressable,
     V: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -191,7 +192,7 @@ def draw(ids, z, k, live, top_p, min_p, u):
     return tl.max(tl.where(live & (order == place), ids, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def accept_kernel(
     lanes, slots, sampled, bad, results, follow, pick, chain, pattern, batch,
     R: tl.constexpr, FORCED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -231,7 +232,7 @@ def accept_kernel(
     tl.store(results + b * _RESULT + 1, fault)
     length = tl.load(lane + _LENGTH) + emitted
     tl.store(pick + b, tl.maximum(emitted - 1, 0))
-    for i in tl.static_range(R):
+    for i in tl.static_range(_CHAIN):
         tl.store(chain + i * batch + b, length + i)
     tl.debug_barrier()
     tl.store(lane + _ANCHOR, anchor)
@@ -242,7 +243,7 @@ def accept_kernel(
     tl.store(lane + _ROUNDS, tl.load(lane + _ROUNDS) + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def keep_kernel(lanes, slots, drafts, batch, K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr):
     """Programs (sequence): drafts [K, B] into the lanes."""
     b = tl.program_id(0)
@@ -315,7 +316,7 @@ def accept(
 
     A stop token, the lane's remaining tokens, or a row that is not finite ends it; an ended lane emits nothing.
 
-    Shapes (int32): sampled, bad, follow [B * R]; results [B, RESULT_WIDTH]; pick [B]; chain [R, B]. Written:
+    Shapes (int32): sampled, bad, follow [B * R]; results [B, RESULT_WIDTH]; pick [B]; chain [MOST_DRAFTS, B]. Written:
     `results`; `follow`, the token behind every row; `pick`, the last row that counts; `chain[i]`, the new length + i.
     With `pattern` [64] the number of accepted drafts is taken from there by the lane's round, for measurements.
     """

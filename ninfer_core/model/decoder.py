@@ -218,8 +218,11 @@ class Decoder:
         return rms_norm(x, self.weights.final_gain, self.config.rms_norm_eps).view(batch, rows, -1)
 
     @torch.inference_mode()
-    def flush(self, state: State, slots: Sequence[int], commit: Sequence[int]) -> None:
-        """Apply the first `commit[i]` rows of the pending window of `slots[i]`: before a checkpoint or a prefill."""
+    def flush(self, state: State, slots: Sequence[int], commit: Sequence[int], lengths: Sequence[int]) -> None:
+        """Apply the first `commit[i]` rows of the pending window of `slots[i]`: before a checkpoint or a prefill.
+
+        `lengths`: tokens in the state afterwards (this state does not need them).
+        """
         for layer in state.gdn:
             gated_delta_commit(layer.s, layer, list(slots), list(commit))
 

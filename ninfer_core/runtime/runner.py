@@ -22,6 +22,7 @@ from ..model.mtp import MTP
 from ..model.vision import VisionTower
 from ..state import State
 from ..types import TokenLogprob
+from .flights import Flights, LaneRounds, Seated
 from .media import PromptMedia
 from .options import PAGE
 from .pace import Pace, Pacer
@@ -41,8 +42,9 @@ class Running:
 
     `ends`: where its chunks end; `wanted`: those where a checkpoint pays; `kept`: the checkpoints made of it. `keys`
     are what the prefix cache knows the prompt by. `carry` and `behind` are hidden rows that the draft layer has not
-    seen, the one before the next chunk and those of steps without drafts. `exact`: the state has the bits of reading
-    the prompt from its start. `media`: positions and features of its images and videos.
+    seen, the one before the next chunk and those of steps without drafts. `seated`: it decodes on the device without
+    the host (`flights`). `exact`: the state has the bits of reading the prompt from its start. `media`: positions and
+    features of its images and videos.
     """
 
     session: Session
@@ -66,6 +68,7 @@ class Running:
     base: int = 0
     exact: bool = True
     media: PromptMedia | None = None
+    seated: Seated | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -103,8 +106,8 @@ class Runner:
     """Runs sequences on one device. Not thread-safe: the engine's loop is its only caller.
 
     `decorate` turns a sampler's raw log-probabilities into the public form. `reuse` holds pages, slots and what was
-    kept of earlier prompts. `tower` reads images. For tests and measurements: `proposal` replaces drafts,
-    `after_chunk` sees every sequence behind each chunk of its prompt.
+    kept of earlier prompts. `tower` reads images. `lanes` decodes what needs no host between rounds. For tests and
+    measurements: `proposal` replaces drafts, `after_chunk` sees every sequence behind each chunk of its prompt.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class Runner:
         device: torch.device | str = "cpu",
         adaptive: bool = True,
         tower: VisionTower | None = None,
+        lanes: LaneRounds | None = None,
     ) -> None:
         if prefill_chunk % PAGE or prefill_chunk < PAGE:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be a multiple of {PAGE}")
@@ -137,12 +141,17 @@ class Runner:
         self.after_chunk: Callable[[Running], None] | None = None
         self._tower = tower
         self._pacer = Pacer(self.draft_tokens, enabled=adaptive)
+        self._flights = Flights(lanes, self._pacer, self.draft_tokens, self) if lanes is not None else None
 
     # opening and closing
 
     def pages_for(self, prompt_tokens: int, limit: int) -> int:
-        """Pages that a sequence can need at most: prompt, answer without its last token, drafts of a window."""
-        return -(-(prompt_tokens + limit - 1 + self.draft_tokens) // PAGE)
+        """Pages that a sequence can need at most: prompt, answer without its last token, drafts of a window.
+
+        On the device a round may follow the last: it has the last token as its anchor.
+        """
+        rows = prompt_tokens + limit - 1 + self.draft_tokens
+        return -(-(rows + (self._flights is not None)) // PAGE)
 
     def open(self, session: Session, sampler: Sampler) -> Running | None:
         """Reserve what the session can need, resumed where its prompt is known; None if that is not free now."""
@@ -183,7 +192,11 @@ class Runner:
         sequence.exact = seat.exact and (not seat.length or seat.length in sequence.ends)
 
     def close(self, sequence: Running) -> None:
-        """Give the pages and the slot back. The caller ends the session."""
+        """Give the pages and the slot back. The caller ends the session.
+
+        A round under way may still write to them: whatever the next owner does comes behind it on the device.
+        """
+        sequence.seated = None
         self.pages.give(sequence.pages)
         if sequence.slot >= 0:
             self.slots.give([sequence.slot])
@@ -311,11 +324,16 @@ class Runner:
         worth = sequence.length - max([sequence.base, *(c.length for c in sequence.kept)]) >= self._chunk // 4
         if not (self.reuse.answers and worth) or sequence.prefilling:
             return
+        seated = sequence.seated
+        if seated is not None and seated.torn:
+            return  # the state has taken tokens that do not count
         if sequence.commit:
-            self._decoder.flush(self._state, [sequence.slot], [sequence.commit])
+            self._decoder.flush(self._state, [sequence.slot], [sequence.commit], [sequence.length])
             sequence.commit = 0
         if self._has_mtp:
-            if sequence.behind:
+            if seated is not None and self._flights is not None:
+                sequence.carry = self._flights.carry(sequence, seated)
+            elif sequence.behind:
                 rows, sequence.behind = torch.cat(sequence.behind), []
                 self._fill_drafts(sequence, rows)
             if sequence.carry is None or not bool(sequence.carry.isfinite().all()):
@@ -328,7 +346,13 @@ class Runner:
 
     def rows_for(self, sequence: Running) -> int:
         """Rows of this sequence's next window: 1 while drafts do not pay, with a budget of one, or at the last page."""
+        if self._flights is not None and self._alone_on_device(sequence):
+            return self._flights.rows_for(sequence)
         return 1 + self.draft_tokens if sequence.pace.drafting and self._may_draft(sequence) else 1
+
+    def _alone_on_device(self, sequence: Running) -> bool:
+        """Whether the device decodes this sequence without the host."""
+        return self._flights is not None and self.proposal is None and self._flights.serves(sequence)
 
     def _may_draft(self, sequence: Running) -> bool:
         end = sequence.length + 1 + self.draft_tokens
@@ -337,9 +361,33 @@ class Runner:
     def round(self, sequences: Sequence[Running]) -> dict[Running, Exception]:
         """One round of all the given sequences, which need equal `rows_for`. Returns the faults of single ones.
 
-        Raises whatever the shared model calls raise: then no cursor has moved, but the device state is undefined and
-        the sequences must be restarted or closed.
+        Sequences that the device decodes alone get the tokens of the round that was launched before. Raises whatever
+        the shared model calls raise: then the device state is undefined and the sequences must be restarted or closed.
         """
+        if self._flights is None:
+            return self._round(sequences)
+        seated = [s for s in sequences if self._alone_on_device(s)]
+        hosted = [s for s in sequences if s not in seated]
+        faults = self._flights.round(seated) if seated else {}
+        if hosted:
+            rows = self.rows_for(hosted[0])
+            most = max(1, self._flights.rounds.rows_within(max(len(s.pages) for s in hosted) * PAGE) // rows)
+            for i in range(0, len(hosted), most):
+                faults |= self._round(hosted[i : i + most])
+        return faults
+
+    def deliver(self, sequence: Running, tokens: list[int], drafted: int) -> int:
+        """Hand over what the device emitted; how many were kept (`flights.Host`)."""
+        kept = sequence.session.deliver(tokens, None, drafted=drafted)
+        self._take(sequence, tokens[:kept])
+        return kept
+
+    def fill(self, sequence: Running, start: int, stop: int, hidden: Tensor) -> None:
+        """Draft-layer rows `start .. stop - 1` from their hidden rows (`flights.Host`)."""
+        self._rounds.fill(sequence.place(start), sequence.tokens[start + 1 : stop + 1], hidden, sequence.media)
+
+    def _round(self, sequences: Sequence[Running]) -> dict[Running, Exception]:
+        """A round with the host in it: logits come here, tokens are drawn here. No cursor has moved if it raises."""
         began = time.perf_counter()
         rows = self.rows_for(sequences[0])
         windows = [s.window(rows) for s in sequences]

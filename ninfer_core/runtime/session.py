@@ -7,7 +7,7 @@ were kept (the state must be cut there), which tokens to force next, whether the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from ..errors import RequestTimeoutError
@@ -83,6 +83,10 @@ class OutputMachine(Protocol):
         """A stop string, an end token or the like has ended the output."""
 
     @property
+    def ends(self) -> Collection[int]:
+        """Ids that end the output."""
+
+    @property
     def kept(self) -> int:
         """How many ids of the last `feed` count."""
 
@@ -155,6 +159,16 @@ class Session:
     def room(self) -> int:
         """How many more tokens may be emitted."""
         return self.limit - self.completion_tokens
+
+    @property
+    def guided(self) -> bool:
+        """Whether a thinking budget may force tokens."""
+        return self._thinking_budget is not None
+
+    @property
+    def end_ids(self) -> Sequence[int]:
+        """Ids that end the output, ascending."""
+        return sorted(self._machine.ends)
 
     @property
     def ended(self) -> bool:

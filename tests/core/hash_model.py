@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ninfer_core.runtime.flights import Result
 from ninfer_core.runtime.handle import RequestHandle
 from ninfer_core.runtime.reuse import Reuse
 from ninfer_core.runtime.runner import Runner
@@ -46,7 +47,12 @@ def answer(prompt, count: int) -> list[int]:
 
 
 class HashState:
-    """Pages of (token, hash) of the trunk and (hash, next token) of the draft layer; slots of (hash, length, window)."""
+    """Pages of (token, hash) of the trunk and (hash, next token) of the draft layer; slots of (hash, length, window).
+
+    `rings`: windows lie in rings by token index, as on a device, where rows that never count are in nobody's way.
+    """
+
+    rings = False
 
     def __init__(self, slots: int, pages: int) -> None:
         self.trunk = np.full((pages, PAGE, 2), -1)
@@ -103,21 +109,22 @@ class HashDecoder:
         assert positions is None and embeddings is None  # text only
         state.check(slot, table, start)
         value, length, window = state.slots[slot]
-        assert not window, "a prompt chunk with a window pending"
+        assert state.rings or not window, "a prompt chunk with a window pending"
         hidden = self._run(state, tokens.tolist(), start, table, value)
         state.slots[slot] = (hidden[-1], length + len(hidden), [])
         return torch.tensor(hidden)[:, None]
 
-    def flush(self, state, slots, commit):
-        for slot, count in zip(slots, commit, strict=True):
+    def flush(self, state, slots, commit, lengths):
+        for slot, count, after in zip(slots, commit, lengths, strict=True):
             value, length, window = state.slots[slot]
+            assert length + count == after
             for token in window[:count]:
                 value = step(value, token)
             state.slots[slot] = (value, length + count, [])
 
     def verify(self, state, tokens, slots, lengths, commit, tables, rope_delta):
         assert len(set(slots)) == len(slots)
-        self.flush(state, slots, commit)
+        self.flush(state, slots, commit, lengths)
         out = []
         for i, slot in enumerate(slots):
             state.check(slot, tables[i], lengths[i])
@@ -155,15 +162,93 @@ class HashMTP:
         return torch.tensor([following(v) for v in hidden.flatten().tolist()])
 
 
-class Machine:
-    """Runner and scheduler over the hash model, stepped by hand."""
+class HashRounds:
+    """The device's side of `runtime.flights` over the hash model: lanes in Python, rounds run when they are launched."""
 
-    def __init__(self, *, slots=3, pages=60, checkpoints=6, drafts=3, chunk=64, **options):
+    def __init__(self, state, decoder, mtp):
+        self.state, self.decoder, self.mtp = state, decoder, mtp
+        self.lanes, self.launched, self.rotten = {}, [], set()
+
+    def draws(self, params):
+        return params.temperature == 0
+
+    def rows_within(self, tokens):
+        return 8
+
+    def seat(self, slot, pages, start):
+        self.lanes[slot] = {"anchor": start.anchor, "length": start.length, "commit": start.commit,
+                            "remaining": start.remaining, "drafts": list(start.drafts), "stops": set(start.stops),
+                            "pages": list(pages), "hidden": {}}  # fmt: skip
+
+    def hidden(self, slot, start, stop):
+        return torch.tensor([self.lanes[slot]["hidden"][i] for i in range(start, stop)])[:, None]
+
+    def launch(self, slots, rows, drafts, tokens):
+        lanes = [self.lanes[slot] for slot in slots]
+        assert len(slots) * rows <= 8 and all(lane["length"] + rows <= tokens for lane in lanes)
+        self.launched.append((tuple(slots), rows, drafts))
+        tables = [lane["pages"] for lane in lanes]
+        windows = [[lane["anchor"], *lane["drafts"]][:rows] for lane in lanes]
+        assert all(len(window) == rows for window in windows)
+        starts = [lane["length"] for lane in lanes]
+        hidden = self.decoder.verify(
+            self.state, torch.tensor(windows), list(slots), starts, [lane["commit"] for lane in lanes], tables, None
+        )
+        drawn = self.decoder.logits(hidden).argmax(-1).tolist()
+        results = []
+        for i, lane in enumerate(lanes):
+            for r, value in enumerate(hidden[i, :, 0].tolist()):
+                lane["hidden"][starts[i] + r] = value
+            results.append(self._accept(lane, windows[i][1:], drawn[i], slots[i] in self.rotten))
+        if drafts:
+            self._draft(slots, lanes, tables, starts, drawn, hidden, results, drafts)
+        return Landed(results)
+
+    def _accept(self, lane, drafts, drawn, rotten):
+        accepted = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
+        tokens = drawn[: min(accepted + 1, lane["remaining"])]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in lane["stops"]), None)
+        tokens = tokens[:end]
+        lane["commit"] = len(tokens)
+        lane["length"] += len(tokens)
+        lane["remaining"] = 0 if end is not None or rotten else lane["remaining"] - len(tokens)
+        lane["anchor"] = tokens[-1] if tokens else lane["anchor"]
+        return Result(tokens, not rotten)
+
+    def _draft(self, slots, lanes, tables, starts, drawn, hidden, results, drafts):
+        pick = [max(len(result.tokens) - 1, 0) for result in results]
+        last = self.mtp.rows(self.state, torch.tensor(drawn), hidden, slots, starts, tables, None, pick)
+        made = [self.mtp.draft(last)]
+        for i in range(drafts - 1):
+            at = [lane["length"] + i for lane in lanes]
+            last = self.mtp.rows(self.state, made[-1][:, None], last, slots, at, tables, None)
+            made.append(self.mtp.draft(last))
+        for i, lane in enumerate(lanes):
+            lane["drafts"] = [int(step[i]) for step in made]
+
+
+class Landed:
+    def __init__(self, results):
+        self._results = results
+
+    def read(self):
+        return self._results
+
+    def seconds(self):
+        return None
+
+
+class Machine:
+    """Runner and scheduler over the hash model, stepped by hand; `lanes`: with rounds on a device of its own."""
+
+    def __init__(self, *, slots=3, pages=60, checkpoints=6, drafts=3, chunk=64, lanes=False, **options):
         self.state = HashState(slots + checkpoints, pages)
         self.reuse = Reuse(self.state, slots=slots, pages=pages, checkpoints=checkpoints, chunk=chunk, **options)
         mtp = HashMTP() if drafts else None
-        self.runner = Runner(HashDecoder(), mtp, self.state, reuse=self.reuse, draft_tokens=drafts,
-                             prefill_chunk=chunk, decorate=list, adaptive=False)  # fmt: skip
+        decoder, self.state.rings = HashDecoder(), lanes
+        self.device = HashRounds(self.state, decoder, mtp) if lanes else None
+        self.runner = Runner(decoder, mtp, self.state, reuse=self.reuse, draft_tokens=drafts, prefill_chunk=chunk,
+                             decorate=list, adaptive=False, lanes=self.device)  # fmt: skip
         self.scheduler = Scheduler(self.runner, max_sequences=slots, max_queue=1000)
         self.tokens, self.restarted = {}, set()
         close = self.runner.close
@@ -176,12 +261,14 @@ class Machine:
 
         self.runner.close = record
 
-    def submit(self, prompt, tokens=8, **fields):
+    def submit(self, prompt, tokens=8, logprobs=None, **fields):
         request = Request(prompt=tuple(prompt), max_tokens=tokens, ignore_eos=True, **fields)
         prepared = FRONTEND.prepare(request)
         handle = RequestHandle(request, on_cancel=self.scheduler.notify)
         session = Session(handle, prepared, FRONTEND.machine(request, prepared), limit=tokens, seed=0)
-        self.scheduler.enqueue(session, Sampler(SamplingParams(temperature=0.0, seed=0), addressable=VOCAB))
+        self.scheduler.enqueue(
+            session, Sampler(SamplingParams(temperature=0.0, seed=0), addressable=VOCAB, logprobs=logprobs)
+        )
         handle.session = session
         return handle
 
@@ -211,7 +298,7 @@ class Machine:
         assert {c.slot for c in cache.checkpoints} == set(self.reuse.saves._owners)
         for c in cache.checkpoints:
             self.state.check(c.slot, c.pages, c.length)
-            assert not self.state.slots[c.slot][2], "a checkpoint with a window pending"
+            assert self.state.rings or not self.state.slots[c.slot][2], "a checkpoint with a window pending"
             assert tuple(path(c)) == tuple(self.state.rows(self.state.trunk, c.pages, c.length)[:, 0])
             if self.runner.draft_tokens:
                 self.state.check_draft(c.pages, c.length - 1)

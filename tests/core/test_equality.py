@@ -155,7 +155,7 @@ def test_state_after_a_round_is_that_of_a_plain_run():
             runner, kept = engine._runner, {}
 
             def close(sequence, runner=runner, kept=kept):
-                runner._decoder.flush(runner._state, [sequence.slot], [sequence.commit])
+                runner._decoder.flush(runner._state, [sequence.slot], [sequence.commit], [sequence.length])
                 kept["length"] = sequence.length
                 kept["s"] = runner._state.s[:, sequence.slot].clone()
                 kept["conv"] = runner._state.conv[:, sequence.slot, :3].clone()

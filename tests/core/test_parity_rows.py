@@ -59,7 +59,7 @@ def steps(decoder, state, tokens, start):
     for i in range(start, len(tokens)):
         one = tokens[None, i : i + 1]
         rows.append(decoder.verify(state, one, [1], [i], [int(i > start)], TABLE[None], [0])[0])
-    decoder.flush(state, [1], [1])
+    decoder.flush(state, [1], [1], [len(tokens)])
     return torch.cat(rows)
 
 
@@ -81,7 +81,7 @@ def test_window_with_rejected_drafts_equals_single_steps(tiny, accepted):
     at = 62 + accepted
     second = decoder.verify(fast, right[None, at : at + 4], [1], [at], [accepted + 1], TABLE[None], [0])[0]
     assert same_bits(second, want[accepted + 1 :])
-    decoder.flush(fast, [1], [4])
+    decoder.flush(fast, [1], [4], [at + 4])
     assert same_bits(fast.s[:, 1], plain.s[:, 1])
     assert same_bits(fast.conv[:, 1, :3], plain.conv[:, 1, :3])
     for token in range(at + 4):
@@ -212,7 +212,7 @@ def test_checkpoint_resumes_with_the_same_bits(demo):
     state, tables, lengths = scenario(config, decoder, mtp, "int8")
     window = tokens_of(4, 9)[None]
     decoder.verify(state, window, [1], [lengths[1]], [0], tables[1:2], [0])
-    decoder.flush(state, [1], [2])
+    decoder.flush(state, [1], [2], [lengths[1] + 2])
     state.copy_slot(1, 4)
     at = lengths[1] + 2
     want = decoder.verify(state, window, [1], [at], [0], tables[1:2], [0])

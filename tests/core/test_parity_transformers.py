@@ -78,7 +78,7 @@ def test_chunked_prefill_then_single_tokens(pair):
     for i in range(147, 155):
         row = tokens[None, i : i + 1]
         parts.append(decoder.verify(state, row, [1], [i], [int(i > 147)], pages()[None], [0])[0])
-    decoder.flush(state, [1], [1])
+    decoder.flush(state, [1], [1], [155])
     assert error(decoder.logits(torch.cat(parts)), want) < BOUND[kind]
     assert gdn_errors(state, cache, decoder.config, 1) < GDN_STATE
 

@@ -120,7 +120,7 @@ def test_padding_rows_never_advance_state(engine, runner):
         before = sequence.length
         runner.round([sequence])
         assert sequence.length == before + 1 == before + sequence.commit
-        runner._decoder.flush(runner._state, [sequence.slot], [sequence.commit])
+        runner._decoder.flush(runner._state, [sequence.slot], [sequence.commit], [sequence.length])
         states.append((runner._state.s[:, sequence.slot].clone(), sequence.tokens))
         runner.close(sequence)
     assert torch.equal(states[0][0], states[1][0]) and states[0][1] == states[1][1]

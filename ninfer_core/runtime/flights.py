@@ -1,0 +1,283 @@
+"""Rounds on the device, seen from the host: launched before the one in front is read, landed one round later.
+
+A sequence whose tokens the device can draw by itself gets a lane (`graphs`). From then on the host only launches rounds
+and lands them: it delivers what they emitted and moves the cursor. The device ends a sequence by its stop tokens and
+its limit; what the host alone can see (a stop string, a cancellation) ends it one round late, which costs that round.
+Grammars, log-probabilities, penalties, logit bias, a thinking budget and a top-k of 0 or above 64 need the host between
+rounds: such sequences do not come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from ..errors import EngineFailedError
+from .pace import Pacer
+
+if TYPE_CHECKING:
+    from .runner import Running
+    from .validation import SamplingParams
+
+KEPT = 576
+"""Hidden rows that the device remembers of a sequence: more than the longest rest of the draft layer (`pace`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A sequence as a lane begins with it.
+
+    `anchor`: the token that is emitted but not in the state; `length`: tokens in the state, of which the last `commit`
+    rows wait; `index`: tokens emitted; `remaining`: tokens that may still be; `stops`: ids that end it (the first eight
+    count; the host sees the others one round later).
+    """
+
+    anchor: int
+    length: int
+    commit: int
+    index: int
+    remaining: int
+    params: SamplingParams
+    drafts: Sequence[int] = ()
+    stops: Sequence[int] = ()
+    rope_delta: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a round emitted for one sequence; `finite` False: a row was not, and the sequence has ended."""
+
+    tokens: list[int]
+    finite: bool = True
+
+
+class Launched(Protocol):
+    """A round under way."""
+
+    def read(self) -> list[Result]:
+        """Wait for it; what it emitted, sequence by sequence."""
+
+    def seconds(self) -> float | None:
+        """Device time, once it was read."""
+
+
+class LaneRounds(Protocol):
+    """What flights need of the device; `graphs.DeviceRounds`."""
+
+    def draws(self, params: SamplingParams) -> bool:
+        """Whether tokens can be drawn there by these parameters."""
+
+    def seat(self, slot: int, pages: Sequence[int], start: Start) -> None:
+        """Give a slot's lane to a sequence."""
+
+    def launch(self, slots: Sequence[int], rows: int, drafts: int, tokens: int) -> Launched:
+        """Start a round."""
+
+    def hidden(self, slot: int, start: int, stop: int) -> Tensor:
+        """Final hidden rows of the last tokens of a slot."""
+
+    def rows_within(self, tokens: int) -> int:
+        """Most rows of one launch over so many tokens."""
+
+
+class Host(Protocol):
+    """What flights need of the runner."""
+
+    def deliver(self, sequence: Running, tokens: list[int], drafted: int) -> int:
+        """Hand tokens over; how many were kept."""
+
+    def fill(self, sequence: Running, start: int, stop: int, hidden: Tensor) -> None:
+        """Draft-layer rows `start .. stop - 1` from their hidden rows."""
+
+
+@dataclass(slots=True, eq=False)
+class Seated:
+    """A sequence on the device. `ahead`: rows launched and not landed; `drafted`: drafts that its lane will hold.
+
+    `seen`: tokens whose rows the draft layer has; `torn`: the host cut tokens that the device's state has taken.
+    """
+
+    ahead: int = 0
+    flying: int = 0
+    drafted: int = 0
+    seen: int = 0
+    torn: bool = False
+    resuming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched round and whose it is."""
+
+    launched: Launched
+    crew: tuple[tuple[Running, Seated], ...]
+    rows: int
+    drafts: int
+
+
+class Flights:
+    """Launches and lands rounds of the sequences it serves. `draft_tokens`: drafts per round."""
+
+    def __init__(self, rounds: LaneRounds, pacer: Pacer, draft_tokens: int, host: Host) -> None:
+        self.rounds = rounds
+        self._pacer, self._draft_tokens, self._host = pacer, draft_tokens, host
+        self._flying: list[Flight] = []
+        self._late: dict[Running, Exception] = {}
+
+    def serves(self, sequence: Running) -> bool:
+        """Whether the next round of a sequence can run without the host."""
+        if sequence.seated is not None:
+            return True
+        session, sampler = sequence.session, sequence.sampler
+        return (
+            sampler.grammar is None
+            and sampler.logprobs is None
+            and not session.guided
+            and self.rounds.draws(sampler.params)
+            and len(sequence.tokens) == sequence.length + 1
+        )
+
+    def rows_for(self, sequence: Running) -> int:
+        """Rows of the next round: 1, and the drafts of the lane while drafting pays."""
+        if not sequence.pace.drafting:
+            return 1
+        return 1 + (len(sequence.drafts) if sequence.seated is None else sequence.seated.drafted)
+
+    def round(self, sequences: Sequence[Running]) -> dict[Running, Exception]:
+        """Launch a round of sequences with equal `rows_for`, and land those launched before that hold any of them."""
+        faults = {s: self._late.pop(s) for s in sequences if s in self._late}
+        groups: dict[tuple[int, int], list[Running]] = {}
+        for sequence in sequences:
+            if sequence.session.ended or sequence in faults:
+                continue
+            seated = sequence.seated or self._seat(sequence)
+            if seated.resuming and seated.flying:
+                faults |= self._land(sequences, seated)
+                if sequence.session.ended or sequence in faults:
+                    continue
+            if seated.resuming:
+                self._resume(sequence, seated)
+            rows, drafts = self.rows_for(sequence), self._draft_tokens if sequence.pace.drafting else 0
+            groups.setdefault((rows, drafts), []).append(sequence)
+        launched = [
+            self._launch(part, rows, drafts)
+            for (rows, drafts), members in groups.items()
+            for part in self._parts(members, rows)
+        ]
+        faults |= self._land(sequences, None)
+        self._flying += launched
+        return faults
+
+    def _parts(self, members: list[Running], rows: int) -> list[list[Running]]:
+        """Launches that fit into the workspace."""
+        most = max(1, self.rounds.rows_within(max(_reach(s, rows) for s in members)) // rows)
+        return [members[i : i + most] for i in range(0, len(members), most)]
+
+    def _seat(self, sequence: Running) -> Seated:
+        session = sequence.session
+        start = Start(
+            anchor=sequence.tokens[-1],
+            length=sequence.length,
+            commit=sequence.commit,
+            index=sequence.emitted,
+            remaining=session.room,
+            params=sequence.sampler.params,
+            drafts=sequence.drafts,
+            stops=session.end_ids,
+            rope_delta=sequence.rope_delta,
+        )
+        self.rounds.seat(sequence.slot, sequence.pages, start)
+        seated = Seated(drafted=len(sequence.drafts), seen=sequence.length)
+        sequence.seated = seated
+        sequence.drafts = []
+        return seated
+
+    def _launch(self, members: list[Running], rows: int, drafts: int) -> Flight:
+        reach = max(_reach(s, rows) for s in members)
+        launched = self.rounds.launch([s.slot for s in members], rows, drafts, reach)
+        crew = []
+        for sequence in members:
+            seated = sequence.seated
+            assert seated is not None
+            seated.flying, seated.ahead, seated.drafted = seated.flying + 1, seated.ahead + rows, drafts
+            crew.append((sequence, seated))
+        return Flight(launched, tuple(crew), rows, drafts)
+
+    def _land(self, sequences: Sequence[Running], only: Seated | None) -> dict[Running, Exception]:
+        """Read flights in order up to the last that holds one of `sequences` (or `only`); faults of `sequences`."""
+        held = [
+            i
+            for i, flight in enumerate(self._flying)
+            if any(seated is only if only is not None else s in sequences for s, seated in flight.crew)
+        ]
+        count = held[-1] + 1 if held else 0
+        landed, self._flying = self._flying[:count], self._flying[count:]
+        for flight in landed:
+            self._read(flight)
+        return {s: self._late.pop(s) for s in sequences if s in self._late}
+
+    def _read(self, flight: Flight) -> None:
+        if all(sequence.seated is not seated for sequence, seated in flight.crew):
+            return  # nobody waits for it
+        results = flight.launched.read()
+        seconds = flight.launched.seconds()
+        if seconds is not None and (flight.rows > 1) == (flight.drafts > 0):
+            self._pacer.measured(flight.rows > 1, len(flight.crew), seconds)
+        for (sequence, seated), result in zip(flight.crew, results, strict=True):
+            seated.flying, seated.ahead = seated.flying - 1, seated.ahead - flight.rows
+            if sequence.seated is not seated or sequence.session.ended or sequence in self._late:
+                continue
+            try:
+                self._take(sequence, seated, result, flight)
+            except Exception as error:
+                self._late[sequence] = error
+
+    def _take(self, sequence: Running, seated: Seated, result: Result, flight: Flight) -> None:
+        """Deliver what a round emitted and move the cursor."""
+        if not result.finite:
+            raise EngineFailedError(
+                f"the logits for output token {sequence.emitted} are not finite; the request was ended, others go on"
+            )
+        if not result.tokens:
+            raise RuntimeError("the device has ended a sequence that the host still runs")
+        kept = self._host.deliver(sequence, result.tokens, flight.rows - 1)
+        sequence.length += kept
+        # A round that is under way has applied the rows of this one, those that the host cut included.
+        seated.torn = kept < len(result.tokens) and seated.flying > 0
+        sequence.commit = 0 if seated.flying else kept
+        if flight.drafts:
+            seated.seen = sequence.length
+        if not sequence.session.ended and self._draft_tokens:
+            seated.resuming |= self._pacer.update(sequence.pace, len(result.tokens), len(flight.crew))
+
+    def _resume(self, sequence: Running, seated: Seated) -> None:
+        """Drafting begins again: show the draft layer what it has missed. The next round drafts behind its one row."""
+        seated.resuming = False
+        if not self.catch_up(sequence, seated, sequence.length):
+            sequence.pace.drafting = False
+
+    def carry(self, sequence: Running, seated: Seated) -> Tensor | None:
+        """The draft layer has all rows but the last; the hidden row `[1, E]` of that one, which waits. None: lost."""
+        if not self.catch_up(sequence, seated, sequence.length - 1):
+            return None
+        return self.rounds.hidden(sequence.slot, sequence.length - 1, sequence.length)
+
+    def catch_up(self, sequence: Running, seated: Seated, stop: int) -> bool:
+        """Give the draft layer its rows up to `stop`; False if they are no longer known."""
+        if seated.seen >= stop:
+            return True
+        if stop - seated.seen > KEPT:
+            return False
+        hidden = self.rounds.hidden(sequence.slot, seated.seen, stop)
+        self._host.fill(sequence, seated.seen, stop, hidden)
+        seated.seen = stop
+        return True
+
+
+def _reach(sequence: Running, rows: int) -> int:
+    """No row of the next round sees more tokens than this."""
+    assert sequence.seated is not None
+    return sequence.length + sequence.seated.ahead + rows

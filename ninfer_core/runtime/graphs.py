@@ -1,0 +1,270 @@
+"""A whole decode round on the device: verify, draw, accept, realign the draft layer, draft again; as one CUDA graph.
+
+All that a round reads of a sequence and changes in it lies in the lane of its slot (`kernels.lanes_decode`), so the
+host can launch a round before it has read the one before. Rounds of the same shape (sequences, rows, drafts, context
+in powers of two) replay one graph; the first round of a shape runs without a graph, which also compiles its kernels.
+Every batch size has graphs of its own, so no padding rows exist that could touch a state.
+
+To measure without requests: make `DeviceRounds`, `seat` the slots (any page contents), set `pattern` to force how many
+drafts are accepted (64 counts, taken in turn by every sequence), then `launch` and `LaunchedRound.read` in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.attention_decode import PAGE
+from ..kernels.lanes_decode import (
+    LANE,
+    LANE_WIDTH,
+    MOST_DRAFTS,
+    MOST_STOPS,
+    MOST_TOP_K,
+    RESULT_WIDTH,
+    accept,
+    keep_drafts,
+    open_round,
+    sample,
+)
+from ..kernels.rows_decode import rope_rows
+from ..kernels.sampling import MIN_TEMPERATURE
+from ..model.fused import ROWS, SPLIT, FusedCall, FusedDecoder, FusedMTP
+from ..state import FusedState
+from .flights import KEPT, Result, Start
+from .validation import SamplingParams
+
+_IN_FLIGHT = 64
+"""Rounds whose results have a place: more than are ever under way."""
+
+
+class LaunchedRound:
+    """A round that was launched. `rows`: of each sequence; `read` waits for it."""
+
+    def __init__(
+        self, slots: tuple[int, ...], rows: int, results: Tensor, events: tuple[object, object] | None
+    ) -> None:
+        self.slots, self.rows = slots, rows
+        self._results, self._events = results, events
+
+    def read(self) -> list[Result]:
+        """The results, one for each slot of the launch."""
+        if self._events is not None:
+            self._events[1].synchronize()  # type: ignore[attr-defined]
+        found = self._results.tolist()
+        return [Result(row[2 : 2 + row[0]], row[1] == 0) for row in found]
+
+    def seconds(self) -> float | None:
+        """Device time of the round, once it was read; None where there is no clock."""
+        if self._events is None:
+            return None
+        begin, end = self._events
+        return float(begin.elapsed_time(end)) / 1e3  # type: ignore[attr-defined]
+
+
+class _Buffers:
+    """Fixed tensors of all rounds, cut to size for one shape."""
+
+    def __init__(self, device: torch.device, pages: int) -> None:
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.slots, self.tokens, self.lengths, self.commits = ints(ROWS), ints(ROWS), ints(ROWS), ints(ROWS)
+        self.deltas, self.sampled, self.bad, self.follow = ints(ROWS), ints(ROWS), ints(ROWS), ints(ROWS)
+        self.pick, self.chain, self.drafts = ints(ROWS), ints(MOST_DRAFTS * ROWS), ints(MOST_DRAFTS * ROWS)
+        self.results, self.pages = ints(ROWS, RESULT_WIDTH), ints(ROWS * pages)
+        self.scratch = ints(ROWS, 2 * MOST_TOP_K)
+        self.scratch_z = torch.zeros(ROWS, MOST_TOP_K, device=device)
+        self.cos, self.sin = (torch.zeros(ROWS, 64, device=device) for _ in range(2))
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Where `open_round` puts the call of a round."""
+
+    tokens: Tensor
+    lengths: Tensor
+    commits: Tensor
+    deltas: Tensor
+    pages: Tensor
+
+
+class DeviceRounds:
+    """Runs rounds of the sequences that have a lane. One stream, one caller.
+
+    Args:
+        decoder: the trunk. mtp: the draft layer, or None.
+        state: device state; a lane belongs to each of its slots.
+        pages: most pages of one sequence.
+        addressable: ids below this have text; no other is drawn.
+        graphs: replay CUDA graphs; False launches kernel by kernel (same bits).
+    """
+
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        mtp: FusedMTP | None,
+        state: FusedState,
+        *,
+        pages: int,
+        addressable: int,
+        graphs: bool = True,
+    ) -> None:
+        self._decoder, self._mtp, self._state = decoder, mtp, state
+        self._addressable = addressable
+        device = decoder.device
+        self._cuda = device.type == "cuda"
+        self._graphs: dict[tuple[int, int, int, int], torch.cuda.CUDAGraph | None] = {}
+        self._use_graphs = graphs and self._cuda
+        self._pages = -(-pages // 16) * 16
+        self.lanes = torch.zeros(state.slots, LANE_WIDTH, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(state.slots, self._pages, dtype=torch.int32, device=device)
+        self.kept = (
+            torch.zeros(state.slots, KEPT, decoder.config.hidden_size, dtype=torch.bfloat16, device=device)
+            if mtp is not None
+            else None
+        )
+        self.pattern: Tensor | None = None
+        """For measurements: int32 [64], accepted drafts of a sequence's rounds in turn, whatever was drawn."""
+        self._buffers = _Buffers(device, self._pages)
+        self._host = torch.zeros(_IN_FLIGHT, ROWS, RESULT_WIDTH, dtype=torch.int32, pin_memory=self._cuda)
+        self._host_slots = torch.zeros(_IN_FLIGHT, ROWS, dtype=torch.int32, pin_memory=self._cuda)
+        self._launched = 0
+        self._current: tuple[int, ...] = ()
+
+    def draws(self, params: SamplingParams) -> bool:
+        """Whether the sampler here serves these: no penalties or bias, and greedy or a top-k of 1 to 64."""
+        greedy = params.temperature < MIN_TEMPERATURE
+        return not (params.penalized or params.logit_bias) and (greedy or 1 <= params.top_k <= MOST_TOP_K)
+
+    def rows_within(self, tokens: int) -> int:
+        """Most rows of one launch whose sequences see up to so many tokens."""
+        return self._decoder.work.rows_within(self._decoder.work.splits(tokens))
+
+    def seat(self, slot: int, pages: Sequence[int], start: Start) -> None:
+        """Make the lane of a slot that of a sequence.
+
+        Raises:
+            ValueError: more pages or drafts than a lane holds, or parameters that the device does not draw by.
+        """
+        if len(pages) > self._pages or len(start.drafts) > MOST_DRAFTS or not self.draws(start.params):
+            raise ValueError(
+                f"{len(pages)} pages, {len(start.drafts)} drafts, {start.params}: a lane holds {self._pages} pages and "
+                f"{MOST_DRAFTS} drafts and draws without penalties by a top_k of 1 to {MOST_TOP_K}"
+            )
+        row = np.zeros(LANE_WIDTH, np.int32)
+        params = start.params
+        row[[LANE.anchor, LANE.length, LANE.commit]] = start.anchor, start.length, start.commit
+        row[[LANE.index, LANE.remaining, LANE.delta]] = start.index, start.remaining, start.rope_delta
+        row[LANE.top_k] = params.top_k
+        law = np.array([params.temperature, params.top_p, params.min_p], np.float32)
+        row[LANE.temperature : LANE.temperature + 3] = law.view(np.int32)
+        row[LANE.seed : LANE.seed + 2] = np.array([params.seed], np.uint64).view(np.int32)
+        row[LANE.drafts : LANE.drafts + len(start.drafts)] = list(start.drafts)
+        row[LANE.stops : LANE.stops + MOST_STOPS] = -1
+        stops = list(start.stops)[:MOST_STOPS]
+        row[LANE.stops : LANE.stops + len(stops)] = stops
+        self.lanes[slot].copy_(torch.from_numpy(row))
+        self.tables[slot, : len(pages)].copy_(torch.tensor(pages, dtype=torch.int32))
+
+    def hidden(self, slot: int, start: int, stop: int) -> Tensor:
+        """Final hidden rows of tokens `start .. stop - 1` of a slot `[n, E]` fp32, from the last `KEPT` tokens."""
+        assert self.kept is not None
+        return self.kept[slot, torch.arange(start, stop, device=self.kept.device) % KEPT].float()
+
+    def launch(self, slots: Sequence[int], rows: int, drafts: int, tokens: int) -> LaunchedRound:
+        """Start a round of the lanes `slots`.
+
+        Args:
+            slots: all different.
+            rows: anchor and drafts verified of each.
+            drafts: drafts made for the next round; 0 leaves the draft layer behind.
+            tokens: no row sees more tokens than this; it chooses the graph.
+        """
+        batch = len(slots)
+        splits = self._decoder.work.splits(tokens)
+        if batch * rows > self._decoder.work.rows_within(splits):
+            raise ValueError(
+                f"{batch} x {rows} rows over {tokens} tokens, but one launch holds {self.rows_within(tokens)} rows"
+            )
+        turn = self._launched % _IN_FLIGHT
+        self._launched += 1
+        if self._current != tuple(slots):
+            self._current = tuple(slots)
+            self._host_slots[turn, :batch] = torch.tensor(slots, dtype=torch.int32)
+            self._buffers.slots[:batch].copy_(self._host_slots[turn, :batch], non_blocking=True)
+        events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) if self._cuda else None
+        if events is not None:
+            events[0].record()
+        self._run((batch, rows, drafts, splits))
+        results = self._host[turn, :batch]
+        results.copy_(self._buffers.results[:batch], non_blocking=self._cuda)
+        if events is not None:
+            events[1].record()
+        return LaunchedRound(self._current, rows, results, events)  # type: ignore[arg-type]
+
+    def _run(self, shape: tuple[int, int, int, int]) -> None:
+        if not self._use_graphs or shape not in self._graphs:
+            self._graphs[shape] = None
+            self._round(*shape)
+            return
+        graph = self._graphs[shape]
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._round(*shape)
+            self._graphs[shape] = graph
+        graph.replay()
+
+    def _round(self, batch: int, rows: int, drafts: int, splits: int) -> None:
+        """All launches of one round."""
+        buffers, decoder, total = self._buffers, self._decoder, batch * rows
+        slots = buffers.slots[:batch]
+        opened = _Opened(
+            buffers.tokens[:total],
+            buffers.lengths[:batch],
+            buffers.commits[:batch],
+            buffers.deltas[:batch],
+            buffers.pages[: batch * self._pages].view(batch, self._pages),
+        )
+        open_round(self.lanes, self.tables, slots, rows, min(self._pages, splits * SPLIT // PAGE), opened)
+        cos, sin = buffers.cos[:total], buffers.sin[:total]
+        rope_rows(decoder.turns, opened.lengths, opened.deltas, cos, sin)
+        call = FusedCall(rows, opened.tokens, slots, opened.lengths, opened.commits, opened.pages, cos, sin, splits)
+        hidden = decoder.forward(self._state, call, self.kept)
+        logits, candidates = decoder.choose(total, self._addressable)
+        sampled, bad = buffers.sampled[:total], buffers.bad[:total]
+        sample(
+            logits, candidates, self.lanes, slots, buffers.scratch, buffers.scratch_z, sampled, bad,
+            addressable=self._addressable,
+        )  # fmt: skip
+        follow, pick, chain = (
+            buffers.follow[:total],
+            buffers.pick[:batch],
+            buffers.chain[: MOST_DRAFTS * batch].view(MOST_DRAFTS, batch),
+        )
+        accept(self.lanes, slots, sampled, bad, buffers.results[:batch], follow, pick, chain, self.pattern)
+        if drafts:
+            self._draft(call, hidden, follow, pick, chain, drafts)
+
+    def _draft(self, call: FusedCall, hidden: Tensor, follow: Tensor, pick: Tensor, chain: Tensor, drafts: int) -> None:
+        """Realign the draft layer over the rows of the round, then draft from the last that counts."""
+        mtp, buffers, batch = self._mtp, self._buffers, call.slots.shape[0]
+        assert mtp is not None
+        made = buffers.drafts[: drafts * batch].view(drafts, batch)
+        aligned = FusedCall(
+            call.rows, follow, call.slots, call.lengths, call.commits, call.tables, call.cos, call.sin, call.splits
+        )
+        last = mtp.forward(self._state, aligned, hidden, pick)
+        mtp.choose(batch, made[0])
+        for i in range(drafts - 1):
+            cos, sin = buffers.cos[:batch], buffers.sin[:batch]
+            rope_rows(self._decoder.turns, chain[i], buffers.deltas[:batch], cos, sin)
+            step = FusedCall(1, made[i], call.slots, chain[i], call.commits, call.tables, cos, sin, call.splits)
+            last = mtp.forward(self._state, step, last)
+            mtp.choose(batch, made[i + 1])
+        keep_drafts(self.lanes, call.slots, made)

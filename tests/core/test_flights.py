@@ -1,0 +1,130 @@
+"""Rounds that are launched before the last one is read: tokens, cursors, ends and what the prefix cache keeps."""
+
+from __future__ import annotations
+
+import pytest
+from hash_model import FRONTEND, Machine, answer
+from tiny import Alternating
+
+PROMPT = [(i * 37) % 250 for i in range(150)]
+OTHERS = [[(i * k) % 250 for i in range(20 + k)] for k in (3, 7, 11)]
+
+
+@pytest.mark.parametrize("drafts", range(6))
+def test_tokens_are_those_of_the_model(drafts):
+    machine = Machine(lanes=True, drafts=drafts)
+    handles = [machine.submit(prompt, 40) for prompt in OTHERS]
+    made = machine.run(*handles)
+    assert made == [answer(prompt, 40) for prompt in OTHERS]
+    assert all(handle.session.usage.completion_tokens == 40 for handle in handles)
+    machine.scheduler.step()
+    machine.audit()
+
+
+def test_a_round_is_read_when_the_next_one_flies():
+    machine = Machine(lanes=True, drafts=0)
+    handle = machine.submit(OTHERS[0], 10)
+    counts = []
+    while not handle.done:
+        machine.scheduler.step()
+        counts.append((len(machine.device.launched), handle.session.completion_tokens))
+    flying = [(launched, tokens) for launched, tokens in counts if launched]
+    assert all(tokens == launched for launched, tokens in flying), "one by prefill, then one behind the launches"
+    assert len(machine.device.launched) == 10, "nine rounds made tokens, one was too many"
+
+
+def test_more_sequences_than_fit_into_a_launch_are_split():
+    machine = Machine(lanes=True, drafts=3, slots=3)
+    handles = [machine.submit(prompt, 30) for prompt in OTHERS]
+    assert machine.run(*handles) == [answer(prompt, 30) for prompt in OTHERS]
+    assert {len(slots) for slots, rows, _ in machine.device.launched if rows == 4} == {1, 2}
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 5])
+def test_a_stop_token_ends_the_state_where_it_ends_the_answer(drafts):
+    want = answer(PROMPT, 90)
+    at = next(i for i in range(60, 90) if want[i] not in want[:i])
+    machine = Machine(lanes=True, drafts=drafts)
+    made, _ = machine.ask(PROMPT, 90, stop_token_ids=(want[at],))
+    assert made == want[: at + 1]
+    kept = [c for c in machine.reuse.cache.checkpoints if c.kind == "answer"]
+    assert [c.length for c in kept] == [len(PROMPT) + at]
+    machine.audit()
+    following, usage = machine.ask([*PROMPT, *made, 5], 20)
+    assert usage.cached_tokens == len(PROMPT) + at and following == answer([*PROMPT, *made, 5], 20)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_stop_string_ends_one_round_late_and_leaves_no_wrong_state(drafts):
+    want = answer(PROMPT, 90)
+    text = FRONTEND.tokenizer.decode(want)
+    machine = Machine(lanes=True, drafts=drafts)
+    for length in range(60, 80):
+        stop = text[length : length + 3]
+        handle = machine.submit(PROMPT, 90, stop=(stop,))
+        (made,) = machine.run(handle)
+        assert made == want[: len(made)] and len(made) < 90
+        machine.audit()
+    assert machine.ask(PROMPT, 90)[0] == want
+
+
+def test_a_cancelled_request_is_forgotten_while_its_round_flies():
+    machine = Machine(lanes=True)
+    doomed, other = machine.submit(PROMPT, 100), machine.submit(OTHERS[1], 30)
+    while doomed.session.completion_tokens < 10:
+        machine.scheduler.step()
+    doomed.cancel()
+    third = machine.submit(OTHERS[2], 30)  # takes the slot and pages that the round under way still knows
+    assert machine.run(other, third) == [answer(OTHERS[1], 30), answer(OTHERS[2], 30)]
+    assert doomed.session.outcome == "cancelled"
+    machine.audit()
+
+
+def test_a_row_that_is_not_finite_ends_its_request_alone():
+    machine = Machine(lanes=True)
+    sick, well = machine.submit(PROMPT, 60), machine.submit(OTHERS[1], 60)
+    while sick.session.completion_tokens < 5 or well.session.completion_tokens < 5:
+        machine.scheduler.step()
+    machine.device.rotten.add(next(s.slot for s in machine.scheduler._decoding if s.session is sick.session))
+    machine.run(sick, well)
+    assert sick.session.outcome == "error" and "not finite" in str(sick.error)
+    assert machine.tokens[well.id] == answer(OTHERS[1], 60)
+    machine.audit()
+
+
+@pytest.mark.parametrize("on,off", [(1, 1), (2, 3), (3, 20)])
+def test_drafting_rests_and_resumes_without_a_gap(on, off):
+    """The draft layer's rows are checked by the model: every row before a realignment belongs to the sequence."""
+    machine = Machine(lanes=True, drafts=3)
+    machine.runner._flights._pacer = pacer = Alternating(on, off)
+    handles = [machine.submit(prompt, 120) for prompt in OTHERS]
+    assert machine.run(*handles) == [answer(prompt, 120) for prompt in OTHERS]
+    assert pacer.resumed >= 3
+    assert {rows for _, rows, _ in machine.device.launched} == {1, 4}
+    machine.audit()
+
+
+def test_requests_that_need_the_host_run_beside():
+    machine = Machine(lanes=True, drafts=3)
+    hosted, free = machine.submit(OTHERS[0], 40, logprobs=1), machine.submit(OTHERS[1], 40)
+    guided = machine.submit(OTHERS[2], 40, thinking_budget=1000)
+    made = machine.run(hosted, free, guided)
+    assert made == [answer(prompt, 40) for prompt in OTHERS]
+    assert len({slots for slots, _, _ in machine.device.launched}) == 1, "the device had one sequence"
+
+
+def test_a_failed_launch_restarts_its_sequences_alone():
+    machine = Machine(lanes=True, drafts=3, slots=2)
+    handles = [machine.submit(prompt, 40) for prompt in OTHERS[:2]]
+    while min(h.session.completion_tokens for h in handles) < 6:
+        machine.scheduler.step()
+    launch, machine.device.launch = machine.device.launch, _fails
+    machine.scheduler.step()
+    machine.device.launch = launch
+    assert machine.run(*handles) == [answer(prompt, 40) for prompt in OTHERS[:2]]
+    assert machine.restarted == {h.id for h in handles}
+    machine.audit()
+
+
+def _fails(*_):
+    raise RuntimeError("the device said no")
