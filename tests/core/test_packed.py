@@ -136,6 +136,8 @@ def test_random_weights_keep_activations_of_order_one():
         codes, scales = from_kernel_order(matrix)
         limits = {"Q4": (-8, 7), "Q5": (-16, 15), "Q6": (-32, 31), "W8": (-127, 127)}[matrix.format]
         assert (int(codes.min()), int(codes.max())) == limits, name
+        assert abs(float(codes.float().mean())) < 0.02 * limits[1], name
+        assert abs(w.sum(1).mean()) < 0.3 * wanted * matrix.columns**0.5, name
         assert bool((scales > 0).all()) and bool(scales.isfinite().all())
     ids = weights.draft_head.ids
     assert ids.dtype == torch.int32 and bool((ids[1:] > ids[:-1]).all()) and int(ids[-1]) < config.vocab_size
@@ -182,3 +184,20 @@ def test_a_row_block_of_kernel_order_stands_alone():
         whole, part = pack_codes(codes, scales, fmt), pack_codes(codes[16:48], scales[16:48], fmt)
         for a, b in ((whole.words, part.words), (whole.high, part.high), (whole.scales, part.scales)):
             assert torch.equal(a[1:3], b)
+
+
+def test_random_layers_do_not_collapse():
+    """Hidden rows of different tokens stay different through the layers, and of order 1."""
+    from ninfer_core.model.decoder import Decoder
+    from ninfer_core.state import State
+
+    config = config_from_dict(tiny_config(), "ninfer-demo")
+    weights = packed.reference_weights(packed.random_packed(config, seed=1, device="cpu"), config)
+    decoder = Decoder(weights, config)
+    state = State(config, slots=1, pages=1, max_draft=0)
+    hidden = decoder.prefill(
+        state, torch.arange(20) * 7 % 300, slot=0, start=0, page_table=torch.zeros(1, dtype=torch.long)
+    )
+    rows = torch.nn.functional.normalize(hidden.float(), dim=-1)
+    assert 0.7 < hidden.std() < 1.5 and abs(hidden.mean()) < 0.3
+    assert (rows @ rows.T - torch.eye(20)).abs().max() < 0.9
