@@ -11,10 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Offsets that repeat or skip within a warp give the compiler no reason to keep lane order, and each change of layout
-# costs a trip through shared memory: `tl.max_contiguous(offset, [1, 2])` marks them. A lane holds one element of
-# these tensors, so the claim can never become a wider load. It must stand where the offset is formed to be seen.
-
 
 @triton.jit
 def byte_dot(a, b):
@@ -70,37 +66,70 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+# Loads and stores of lane-form tensors [X, 32] go through inline PTX: what the compiler loads itself takes the layout
+# that suits the load, and comes back to lane form through shared memory.
+WEIGHT1 = tl.constexpr("ld.global.nc.L1::no_allocate.b32 $0, [$1];")
+WEIGHT2 = tl.constexpr("ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2];")
+WEIGHT4 = tl.constexpr("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];")
+FRESH1 = tl.constexpr("ld.global.b32 $0, [$1];")
+FRESH2 = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$2];")
+FRESH4 = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
+EARLY1 = tl.constexpr("ld.global.cg.b32 $0, [$1];")
+"""WEIGHT: what no kernel writes. FRESH: results of the kernel in front. EARLY: older results, asked for before the
+wait, when the first-level cache may still hold what stood there before."""
+
+
 @triton.jit
-def load_four(p, PTX: tl.constexpr):
-    """Four consecutive words behind every pointer of `p` [X, 32]: one 16-byte load a lane."""
+def load_one(p, OP: tl.constexpr, PTX: tl.constexpr):
+    """The 4-byte value behind every pointer of `p`."""
     if PTX:
-        # Through the compiler a [X, 32, 4] load takes a layout of its own and a trip through shared memory.
         return tl.inline_asm_elementwise(
-            "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];",
-            "=r,=r,=r,=r,l",
-            [p.to(tl.int64)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
+            OP, "=f,l" if p.dtype.element_ty == tl.float32 else "=r,l", [p.to(tl.int64)], dtype=p.dtype.element_ty,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.load(p)
+
+
+@triton.jit
+def load_two(p, OP: tl.constexpr, PTX: tl.constexpr):
+    """Two consecutive 4-byte values behind every pointer of `p`: one 8-byte load a lane."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            OP, "=f,=f,l" if p.dtype.element_ty == tl.float32 else "=r,=r,l", [p.to(tl.int64)],
+            dtype=(p.dtype.element_ty, p.dtype.element_ty), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.load(p), tl.load(p + 1)
+
+
+@triton.jit
+def load_four(p, OP: tl.constexpr, PTX: tl.constexpr):
+    """Four consecutive 4-byte values behind every pointer of `p`: one 16-byte load a lane."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            OP, "=f,=f,=f,=f,l" if p.dtype.element_ty == tl.float32 else "=r,=r,=r,=r,l", [p.to(tl.int64)],
+            dtype=(p.dtype.element_ty, p.dtype.element_ty, p.dtype.element_ty, p.dtype.element_ty), is_pure=False,
             pack=1,
-        )
+        )  # fmt: skip
     else:
         return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
 
 
 @triton.jit
-def load_two(p, PTX: tl.constexpr):
-    """Two consecutive words behind every pointer of `p` [X, 32]: one 8-byte load a lane."""
+def store_one(p, value, live, PTX: tl.constexpr):
+    """Store fp32 `value` at every pointer of `p` where `live`."""
     if PTX:
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2];",
-            "=r,=r,l",
-            [p.to(tl.int64)],
-            dtype=(tl.int32, tl.int32),
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,f,r",
+            [p.to(tl.int64), value, live.to(tl.int32)],
+            dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        return tl.load(p), tl.load(p + 1)
+        tl.store(p, value, mask=live)
 
 
 @triton.jit
@@ -109,19 +138,19 @@ def load_unit(w, wh, ws, index, FMT: tl.constexpr, PTX: tl.constexpr):
 
     `w`, `wh`, `ws` are pointers [X, 32] of each lane's first unit: with constant distances a load needs no arithmetic.
     """
-    words = load_four(w + index * 128, PTX)
+    words = load_four(w + index * 128, WEIGHT4, PTX)
     high = ()
     if FMT == 5:
-        high = (tl.load(wh + index * 32, eviction_policy="evict_first"),)
+        high = (load_one(wh + index * 32, WEIGHT1, PTX),)
     if FMT == 6:
-        high = load_two(wh + index * 64, PTX)
-    return words, high, tl.load(ws + index * 8, eviction_policy="evict_first")
+        high = load_two(wh + index * 64, WEIGHT2, PTX)
+    return words, high, load_one(ws + index * 8, WEIGHT1, PTX)
 
 
 @triton.jit
 def unit_pointers(w, wh, ws, unit, lane, FMT: tl.constexpr):
     """Pointers [X, 32] of words, high words and scales of units `unit` [X, 1]."""
-    scales = ws + tl.max_contiguous(unit * 8 + lane // 4, [1, 2])
+    scales = ws + unit * 8 + lane // 4
     if FMT == 6:
         return w + unit * 128 + lane * 4, wh + unit * 64 + lane * 2, scales
     else:
@@ -191,20 +220,19 @@ def add_unit(acc, words, high, low_scale, top_scale, b, s, X: tl.constexpr, FMT:
 def activation_pointers(q, s, unit, lane, FMT: tl.constexpr):
     """Pointers [X, 32] of the fragment words and column scales of units `unit` [X, 1] of a block of eight rows."""
     halves: tl.constexpr = 1 if FMT == 8 else 2
-    at = tl.max_contiguous(unit * (halves * 64) + (lane // 4) * 8 + lane % 4, [1, 2])
-    return q + at, s + tl.max_contiguous(unit * (halves * 8) + (lane % 4) * 2, [1, 2])
+    return q + unit * (halves * 64) + (lane // 4) * 8 + lane % 4, s + unit * (halves * 8) + (lane % 4) * 2
 
 
 @triton.jit
-def load_activation(q, s, index, FMT: tl.constexpr):
+def load_activation(q, s, index, FMT: tl.constexpr, PTX: tl.constexpr):
     """Fragment registers and column scales of the unit `index` units behind the pointers."""
     b = ()
     scales = ()
     halves: tl.constexpr = 1 if FMT == 8 else 2
     for half in tl.static_range(halves):
         group = index * halves + half
-        b = b + (tl.load(q + group * 64), tl.load(q + group * 64 + 4))  # noqa: RUF005
-        scales = scales + (tl.load(s + group * 8), tl.load(s + group * 8 + 1))  # noqa: RUF005
+        b = b + (load_one(q + group * 64, FRESH1, PTX), load_one(q + group * 64 + 4, FRESH1, PTX))  # noqa: RUF005
+        scales = scales + load_two(s + group * 8, FRESH2, PTX)
     return b, scales
 
 
@@ -215,26 +243,108 @@ def zero_registers(X: tl.constexpr):
     return (z, z, z, z)
 
 
-@triton.jit
-def tile_of(acc):
-    """The sum over warps of an accumulator as a [16 rows, 8 columns] tile."""
-    upper = tl.reshape(tl.join(tl.sum(acc[0], 0), tl.sum(acc[1], 0)), [8, 8])
-    lower = tl.reshape(tl.join(tl.sum(acc[2], 0), tl.sum(acc[3], 0)), [8, 8])
-    return tl.reshape(tl.permute(tl.join(upper, lower), [2, 0, 1]), [16, 8])
+# Epilogues stay in lane form: after the one sum over warps, lane 4 g + c holds of every row tile the results (row g,
+# column 2c), (g, 2c + 1), (g + 8, 2c), (g + 8, 2c + 1) as vectors [32], in every warp. A column's reduction over
+# rows is three shuffles; nothing is rearranged through shared memory.
 
 
 @triton.jit
-def stack(first, second):
-    """Two [16, 8] tiles as one [32, 8]."""
-    return tl.reshape(tl.permute(tl.join(first, second), [2, 0, 1]), [32, 8])
+def add_four(a0, a1, a2, a3, b0, b1, b2, b3):
+    """Elementwise sum of four values."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit
-def row_factors(ss, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """RMS factors [8] of a block of rows from their `PARTS` partial sums of squares."""
-    i = tl.arange(0, BLOCK)
-    part = tl.load(ss + i[:, None] * 8 + tl.arange(0, 8)[None, :], mask=(i < PARTS)[:, None], other=0.0)
-    return 1.0 / tl.sqrt_rn(tl.sum(part, 0) / WIDTH + eps)
+def add_eight(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    """Elementwise sum of eight values."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
+def add_sixteen(
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15,
+    b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15,
+):  # fmt: skip
+    """Elementwise sum of sixteen values."""
+    return (
+        a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7,
+        a8 + b8, a9 + b9, a10 + b10, a11 + b11, a12 + b12, a13 + b13, a14 + b14, a15 + b15,
+    )  # fmt: skip
+
+
+@triton.jit
+def sum_warps(acc):
+    """Accumulators of one, two or four row tiles summed over warps in one pass: the same tuple of four [32] each."""
+    N: tl.constexpr = len(acc)
+    if N == 1:
+        return (tl.reduce(acc[0], 0, add_four),)
+    elif N == 2:
+        y = tl.reduce(acc[0] + acc[1], 0, add_eight)
+        return (y[0], y[1], y[2], y[3]), (y[4], y[5], y[6], y[7])
+    else:
+        tl.static_assert(N == 4)
+        y = tl.reduce(acc[0] + acc[1] + acc[2] + acc[3], 0, add_sixteen)
+        return (
+            (y[0], y[1], y[2], y[3]),
+            (y[4], y[5], y[6], y[7]),
+            (y[8], y[9], y[10], y[11]),
+            (y[12], y[13], y[14], y[15]),
+        )
+
+
+@triton.jit
+def spread(column):
+    """A value per column pair, [4], to the lanes that hold it, [32]."""
+    return tl.reshape(tl.broadcast_to(column[None, :], [8, 4]), [32])
+
+
+@triton.jit
+def rows_max(v):
+    """Largest over the eight rows of a lane-form vector [32], back in lane form."""
+    return spread(tl.max(tl.reshape(v, [8, 4]), 0))
+
+
+@triton.jit
+def rows_sum(v):
+    """Sum over the eight rows of a lane-form vector [32], back in lane form."""
+    return spread(tl.sum(tl.reshape(v, [8, 4]), 0))
+
+
+@triton.jit
+def lane_factors(ss, eps, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """RMS factors of a lane's two columns, a pair of [32], from the partial sums of squares `ss` [PARTS, 8]."""
+    lane = tl.arange(0, 32)
+    at = (lane // 4) * 8 + (lane % 4) * 2
+    even = tl.zeros([32], tl.float32)
+    odd = tl.zeros([32], tl.float32)
+    for i in tl.static_range((PARTS + 7) // 8):
+        if i * 8 + 8 <= PARTS:
+            even += tl.load(ss + i * 64 + at)
+            odd += tl.load(ss + i * 64 + at + 1)
+        else:
+            inside = i * 8 + lane // 4 < PARTS
+            even += tl.load(ss + i * 64 + at, mask=inside, other=0.0)
+            odd += tl.load(ss + i * 64 + at + 1, mask=inside, other=0.0)
+    even = 1.0 / tl.sqrt_rn(rows_sum(even) / WIDTH + eps)
+    odd = 1.0 / tl.sqrt_rn(rows_sum(odd) / WIDTH + eps)
+    return even, odd
+
+
+@triton.jit
+def store_lanes(u, q_out, s_out, group, block, rows, G32: tl.constexpr):
+    """Int8 group of 32 rows in lane form: `u` is eight [32], value 2 i + e holds (row 8 i + g, column 2c + e)."""
+    lane = tl.arange(0, 32)
+    unit = block * G32 + group
+    for e in tl.static_range(2):
+        column = (lane % 4) * 2 + e
+        live = block * 8 + column < rows
+        top = tl.maximum(tl.maximum(tl.abs(u[e]), tl.abs(u[2 + e])), tl.maximum(tl.abs(u[4 + e]), tl.abs(u[6 + e])))
+        top = rows_max(top)
+        inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
+        at = unit * 256 + column * 32 + lane // 4
+        for i in tl.static_range(4):
+            tl.store(q_out + at + i * 8, round_bytes(u[2 * i + e], inverse).to(tl.int8), mask=live)
+        tl.store(s_out + unit * 8 + column, top / 127.0, mask=live & (lane < 4))
 
 
 @triton.jit
@@ -242,15 +352,6 @@ def round_bytes(u, inverse):
     """`u * inverse` rounded to nearest even, as the low byte of an int32; |u * inverse| <= 127."""
     # Adding 1.5 * 2^23 leaves the rounded integer in the low bits of the sum.
     return (u * inverse + 12582912.0).to(tl.int32, bitcast=True) & 255
-
-
-@triton.jit
-def quantize_columns(u):
-    """Columns of `u` [32, 8 rows] as int8 groups: words [8 words, 8 rows] and scales [8 rows]."""
-    top = tl.max(tl.abs(u), 0)
-    inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
-    byte = tl.reshape(round_bytes(u, inverse[None, :]), [8, 4, 8]) << (8 * tl.arange(0, 4))[None, :, None]
-    return tl.sum(byte, 1), top / 127.0
 
 
 @triton.jit

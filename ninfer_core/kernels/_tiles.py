@@ -38,6 +38,17 @@ def warps(units: int, most: int) -> int:
     return count
 
 
+def blocks(rows: int) -> int:
+    """Blocks of eight rows that a program serves with one read of its weights: 4, 2 or 1, whole programs only."""
+    count = -(-rows // 8)
+    return next(n for n in (4, 2, 1) if count % n == 0)
+
+
+def window(rows: int) -> int:
+    """Rows of a block as a compiled-in bound: 1, 2, 4 or 8."""
+    return next(n for n in (1, 2, 4, 8) if n >= min(rows, 8))
+
+
 def projection(matrix: KernelMatrix, residual: bool = False) -> Tile:
     """Tile of one dense projection (`residual`: 32 rows, the group of the epilogue)."""
     multiple = 4 if matrix.format == "W8" else 2
@@ -48,6 +59,18 @@ def projection(matrix: KernelMatrix, residual: bool = False) -> Tile:
     count = warps(units, 4)
     tiles = 2 if matrix.rows % 32 == 0 else 1
     return Tile(tiles, steps(units, count, 8), count)
+
+
+def router(matrix: KernelMatrix) -> Tile:
+    """Tile of the shared expert's gate/up, which shares a launch with the router."""
+    count = warps(matrix.groups, 8)
+    return Tile(1, steps(matrix.groups, count, 8), count)
+
+
+def experts(matrix: KernelMatrix) -> Tile:
+    """Tile of the routed gate/up: 32 gate and 32 up rows."""
+    count = warps(matrix.groups, 8)
+    return Tile(2, steps(matrix.groups, count, 4), count)
 
 
 @cache

@@ -12,36 +12,50 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._dequant import row_factors, stack, tile_of, wait_for_inputs
+from ._dequant import lane_factors, spread, sum_warps, wait_for_inputs
 from ._order import Activation, KernelMatrix
-from .linear_decode import tile_products
+from .linear_decode import of_block, tile_products
 
 
 @triton.jit(do_not_specialize=["rows", "addressable"])
 def head_kernel(
     w, wh, ws, xq, xs, ss, logits, best, best_row, rows, addressable, eps,
-    N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
-    LOGITS: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, LOGITS: tl.constexpr, FMT: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (32 vocabulary rows, block): logits [T, N], largest value and its lowest row per program [T, N / 32]."""
     G32: tl.constexpr = K // 32
     pid = tl.program_id(0)
-    block = tl.program_id(1)
-    ss += block * (PARTS * 8)
+    first = tl.program_id(1) * NB
+    parts = ss + first * (PARTS * 8)
     acc = tile_products(
-        w, wh, ws, pid * 2, xq + block * (G32 * 64), xs + block * (G32 * 8), ss, eps, 2, U, S, FMT, False, X, PTX, PDL
-    )
-    y = stack(tile_of(acc[0]), tile_of(acc[1])) * row_factors(ss, eps, PARTS, PARTS_BLOCK, K)[None, :]
-    t = block * 8 + tl.arange(0, 8)
-    n = pid * 32 + tl.arange(0, 32)
-    live = t < rows
-    if LOGITS:
-        tl.store(logits + t[None, :] * N + n[:, None], y, mask=live[None, :])
-    y = tl.where((n < addressable)[:, None], y, float("-inf"))
-    top = tl.max(y, 0)
-    row = tl.min(tl.where(y == top[None, :], n[:, None], N), 0)
-    tl.store(best + t * (N // 32) + pid, top, mask=live)
-    tl.store(best_row + t * (N // 32) + pid, row, mask=live)
+        w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), parts, G32, eps, 2, NB, U, S, FMT, False,
+        X, PTX, PDL,
+    )  # fmt: skip
+    lane = tl.arange(0, 32)
+    for b in tl.static_range(NB):
+        y = sum_warps(of_block(acc, b, 2, NB))
+        factor = lane_factors(parts + b * (PARTS * 8), eps, PARTS, K)
+        for e in tl.static_range(2):
+            t = (first + b) * 8 + (lane % 4) * 2 + e
+            live = t < rows
+            top = tl.full([32], float("-inf"), tl.float32)
+            row = tl.full([32], 2147483647, tl.int32)
+            for i in tl.static_range(4):
+                n = pid * 32 + i * 8 + lane // 4
+                value = y[i // 2][(i % 2) * 2 + e] * factor[e]
+                if LOGITS:
+                    tl.store(logits + t.to(tl.int64) * N + n, value, mask=live)
+                value = tl.where(n < addressable, value, float("-inf"))
+                row = tl.where(value > top, n, row)  # n grows with i: an equal value keeps the lower row
+                top = tl.maximum(top, value)
+            best_top = tl.max(tl.reshape(top, [8, 4]), 0)
+            row = tl.where(top == spread(best_top), row, 2147483647)
+            row = tl.min(tl.reshape(row, [8, 4]), 0)
+            at = ((first + b) * 8 + tl.arange(0, 4) * 2 + e) * (N // 32) + pid
+            inside = (first + b) * 8 + tl.arange(0, 4) * 2 + e < rows
+            tl.store(best + at, best_top, mask=inside)
+            tl.store(best_row + at, row, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -97,12 +111,12 @@ def head(
     """Logits [T, N] fp32 (unless None) of normed rows `a`, and `candidates` among the rows below `addressable`."""
     rows = candidates.value.shape[0]
     tile = tile or _tiles.projection(matrix)
-    parts = a.ss.shape[1]
-    head_kernel[(matrix.rows // 32, triton.cdiv(rows, 8))](
+    blocks = _tiles.blocks(rows)
+    head_kernel[(matrix.rows // 32, triton.cdiv(rows, 8 * blocks))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits if logits is not None else a.s,
         candidates.value, candidates.row, rows, addressable, eps,
-        N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=parts, PARTS_BLOCK=triton.next_power_of_2(parts),
-        LOGITS=logits is not None, FMT=matrix.code, S=tile.steps, X=tile.warps, **_tiles.launch(a.q, tile.warps),
+        N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], LOGITS=logits is not None,
+        FMT=matrix.code, S=tile.steps, X=tile.warps, NB=blocks, **_tiles.launch(a.q, tile.warps),
     )  # fmt: skip
 
 

@@ -13,14 +13,22 @@ import triton.language as tl
 
 from . import _tiles
 from ._dequant import (
+    FRESH1,
+    FRESH2,
+    FRESH4,
+    WEIGHT4,
     activation_pointers,
     add_unit,
+    lane_factors,
     load_activation,
+    load_four,
+    load_one,
+    load_two,
     load_unit,
-    quantize_columns,
-    row_factors,
-    stack,
-    tile_of,
+    rows_sum,
+    store_lanes,
+    store_one,
+    sum_warps,
     unit_pointers,
     unpack_scales,
     wait_for_inputs,
@@ -50,40 +58,54 @@ def load_units(
 
 @triton.jit
 def add_units(
-    acc, units, q, s, TILES: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr,
-    PTX: tl.constexpr,
+    acc, units, q, s, stride, TILES: tl.constexpr, NB: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr,
+    X: tl.constexpr, RUN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add `S` steps to the accumulators (a tuple of one per row tile); `q`, `s` are pointers [X, 32]."""
+    """Add `S` steps to the accumulators, `NB` blocks for each row tile; `q`, `s` are pointers [X, 32] of block 0.
+
+    `stride` are the groups of 32 between two blocks; a tuple index is tile * NB + block.
+    """
     for i in tl.static_range(S):
-        b, scales = load_activation(q, s, unit_after(i, X, RUN), FMT)
         grown = ()
         for r in tl.static_range(TILES):
             unit = units[i * TILES + r]
             low, top = unpack_scales(unit[2], FMT)
-            grown = grown + (add_unit(acc[r], unit[0], unit[1], low, top, b, scales, X, FMT, PTX),)  # noqa: RUF005
+            for n in tl.static_range(NB):
+                b, scales = load_activation(
+                    q + stride * (n * 64), s + stride * (n * 8), unit_after(i, X, RUN), FMT, PTX
+                )
+                grown = grown + (  # noqa: RUF005
+                    add_unit(acc[r * NB + n], unit[0], unit[1], low, top, b, scales, X, FMT, PTX),
+                )
         acc = grown
     return acc
 
 
 @triton.jit
-def fold_heads(acc, part, ss, head, lane, eps, TILES: tl.constexpr):
+def fold_heads(acc, part, ss, stride, head, lane, eps, TILES: tl.constexpr, NB: tl.constexpr,
+               PTX: tl.constexpr):  # fmt: skip
     """`acc` plus `part` (sums over one head of 128) times the head's RMS factors of the two columns of a lane."""
-    at = head * 32 + (lane % 4) * 2
-    even = tl.zeros_like(acc[0][0])
-    odd = even
-    for i in tl.static_range(4):
-        even += tl.load(ss + tl.max_contiguous(at + 8 * i, [1, 2]))
-        odd += tl.load(ss + tl.max_contiguous(at + 8 * i + 1, [1, 2]))
-    even = 1.0 / tl.sqrt_rn(even / 128 + eps)
-    odd = 1.0 / tl.sqrt_rn(odd / 128 + eps)
+    evens = ()
+    odds = ()
+    for n in tl.static_range(NB):
+        at = stride * (n * 8) + head * 32 + (lane % 4) * 2
+        even = tl.zeros_like(acc[0][0])
+        odd = even
+        for i in tl.static_range(4):
+            pair = load_two(ss + at + 8 * i, FRESH2, PTX)
+            even += pair[0]
+            odd += pair[1]
+        evens = evens + (1.0 / tl.sqrt_rn(even / 128 + eps),)  # noqa: RUF005
+        odds = odds + (1.0 / tl.sqrt_rn(odd / 128 + eps),)  # noqa: RUF005
     grown = ()
     for r in tl.static_range(TILES):
-        total = acc[r]
-        head_sum = part[r]
-        grown = grown + ((  # noqa: RUF005
-            tl.fma(head_sum[0], even, total[0]), tl.fma(head_sum[1], odd, total[1]),
-            tl.fma(head_sum[2], even, total[2]), tl.fma(head_sum[3], odd, total[3]),
-        ),)  # fmt: skip
+        for n in tl.static_range(NB):
+            total = acc[r * NB + n]
+            head_sum = part[r * NB + n]
+            grown = grown + ((  # noqa: RUF005
+                tl.fma(head_sum[0], evens[n], total[0]), tl.fma(head_sum[1], odds[n], total[1]),
+                tl.fma(head_sum[2], evens[n], total[2]), tl.fma(head_sum[3], odds[n], total[3]),
+            ),)  # fmt: skip
     return grown
 
 
@@ -98,11 +120,11 @@ def fresh(TILES: tl.constexpr, X: tl.constexpr):
 
 @triton.jit
 def tile_products(
-    w, wh, ws, tile, q, s, ss, eps,
-    TILES: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr, X: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    w, wh, ws, tile, q, s, ss, stride, eps,
+    TILES: tl.constexpr, NB: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr,
+    X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums over K of row tiles tile..tile+TILES-1 with one activation block: a tuple of accumulators."""
+    """Sums over K of row tiles tile..tile+TILES-1 with `NB` activation blocks, `stride` groups of 32 apart."""
     # With a factor per head a warp takes whole heads: 128 of K are four units of 32 or two of 64.
     RUN: tl.constexpr = (4 if FMT == 8 else 2) if HEADS else 1
     STAGES: tl.constexpr = U // (X * S)
@@ -115,7 +137,7 @@ def tile_products(
     qp, xp = activation_pointers(q, s, warp * RUN, lane, FMT)
     units = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN, PTX)
     wait_for_inputs(PDL)
-    acc = fresh(TILES, X)
+    acc = fresh(TILES * NB, X)
     if STAGES <= 2:
         for c in tl.static_range(STAGES):
             if c > 0:
@@ -123,8 +145,8 @@ def tile_products(
                     wp + c * AHEAD * 128, hp + c * AHEAD * HIGH, sp + c * AHEAD * 8, TILES, U, S, FMT, X, RUN, PTX
                 )
             acc = add_stage(
-                acc, units, qp + c * AHEAD * HALVES * 64, xp + c * AHEAD * HALVES * 8, ss, c * S, lane, eps,
-                TILES, S, FMT, HEADS, X, RUN, PTX,
+                acc, units, qp + c * AHEAD * HALVES * 64, xp + c * AHEAD * HALVES * 8, ss, stride, c * S, lane, eps,
+                TILES, NB, S, FMT, HEADS, X, RUN, PTX,
             )  # fmt: skip
     else:
         for c in range(STAGES):
@@ -134,7 +156,7 @@ def tile_products(
             hp += step * HIGH
             sp += step * 8
             following = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN, PTX)
-            acc = add_stage(acc, units, qp, xp, ss, c * S, lane, eps, TILES, S, FMT, HEADS, X, RUN, PTX)
+            acc = add_stage(acc, units, qp, xp, ss, stride, c * S, lane, eps, TILES, NB, S, FMT, HEADS, X, RUN, PTX)
             qp += AHEAD * HALVES * 64
             xp += AHEAD * HALVES * 8
             units = following
@@ -143,8 +165,8 @@ def tile_products(
 
 @triton.jit
 def add_stage(
-    acc, units, q, s, ss, step, lane, eps, TILES: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr,
-    HEADS: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr, PTX: tl.constexpr,
+    acc, units, q, s, ss, stride, step, lane, eps, TILES: tl.constexpr, NB: tl.constexpr, S: tl.constexpr,
+    FMT: tl.constexpr, HEADS: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One stage of S steps; with HEADS every run is summed alone and folded with its factor."""
     if HEADS:
@@ -154,112 +176,173 @@ def add_stage(
             for i in tl.static_range(RUN * TILES):
                 run = run + (units[h * RUN * TILES + i],)  # noqa: RUF005
             after = h * RUN * X * HALVES
-            part = add_units(fresh(TILES, X), run, q + after * 64, s + after * 8, TILES, RUN, FMT, X, RUN, PTX)
+            part = add_units(
+                fresh(TILES * NB, X), run, q + after * 64, s + after * 8, stride, TILES, NB, RUN, FMT, X, RUN, PTX
+            )
             head = (step // RUN + h) * X + tl.arange(0, X)[:, None]
-            acc = fold_heads(acc, part, ss, head, lane, eps, TILES)
+            acc = fold_heads(acc, part, ss, stride, head, lane, eps, TILES, NB, PTX)
         return acc
     else:
-        return add_units(acc, units, q, s, TILES, S, FMT, X, RUN, PTX)
+        return add_units(acc, units, q, s, stride, TILES, NB, S, FMT, X, RUN, PTX)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def of_block(acc, n: tl.constexpr, TILES: tl.constexpr, NB: tl.constexpr):
+    """The accumulators of block `n`: a tuple of one per row tile."""
+    found = ()
+    for r in tl.static_range(TILES):
+        found = found + (acc[r * NB + n],)  # noqa: RUF005
+    return found
+
+
+@triton.jit(do_not_specialize=["rows", "side_rows"])
 def linear_kernel(
     w, wh, ws, xq, xs, ss, out, u, side_w, side_out, rows, side_rows, eps,
-    N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, ROWNORM: tl.constexpr, SIDE: tl.constexpr, SIDE_BN: tl.constexpr, FMT: tl.constexpr,
-    TILES: tl.constexpr, S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
+    ROWNORM: tl.constexpr, SIDE: tl.constexpr, FMT: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
+    X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t, n] = factor(t) * sum_k w[n, k] x[t, k]; with SIDE also fp32 `side_out` = bf16 `side_w` times `u` rows."""
     G32: tl.constexpr = K // 32
     pid = tl.program_id(0)
-    block = tl.program_id(1)
+    first = tl.program_id(1) * NB
     main: tl.constexpr = N // (16 * TILES)
-    xq += block * (G32 * 64)
-    xs += block * (G32 * 8)
-    ss += block * (PARTS * 8)
     if pid < main:
-        acc = tile_products(w, wh, ws, pid * TILES, xq, xs, ss, eps, TILES, U, S, FMT, HEADS, X, PTX, PDL)
-        t = block * 8 + tl.arange(0, 8)
-        if ROWNORM:
-            factor = row_factors(ss, eps, PARTS, PARTS_BLOCK, K)
-        for r in tl.static_range(TILES):
-            y = tile_of(acc[r])
+        q = xq + first * (G32 * 64)
+        parts = ss + first * (PARTS * 8)
+        acc = tile_products(
+            w, wh, ws, pid * TILES, q, xs + first * (G32 * 8), parts, G32, eps, TILES, NB, U, S, FMT, HEADS, X, PTX, PDL
+        )
+        lane = tl.arange(0, 32)
+        for b in tl.static_range(NB):
+            y = sum_warps(of_block(acc, b, TILES, NB))
+            factor = (1.0, 1.0)
             if ROWNORM:
-                y = y * factor[None, :]
-            n = (pid * TILES + r) * 16 + tl.arange(0, 16)
-            tl.store(out + t[None, :] * N + n[:, None], y.to(out.dtype.element_ty), mask=(t < rows)[None, :])
+                factor = lane_factors(parts + b * (PARTS * 8), eps, PARTS, K)
+            for e in tl.static_range(2):
+                t = (first + b) * 8 + (lane % 4) * 2 + e
+                live = t < rows
+                for r in tl.static_range(TILES):
+                    for h in tl.static_range(2):
+                        n = (pid * TILES + r) * 16 + h * 8 + lane // 4
+                        value = y[r][h * 2 + e] * factor[e]
+                        tl.store(out + t * N + n, value.to(out.dtype.element_ty), mask=live)
     elif SIDE:
-        side_products(
-            u, side_w, side_out, ss, (pid - main) * SIDE_BN, block * 8, rows, side_rows, eps,
-            K, PARTS, PARTS_BLOCK, SIDE_BN, PDL,
-        )  # fmt: skip
+        for b in tl.static_range(NB):
+            side_products(
+                u, side_w, side_out, ss + (first + b) * (PARTS * 8), (pid - main) * X, (first + b) * 8, rows, side_rows,
+                eps, b == 0, K, PARTS, X, R, PTX, PDL,
+            )  # fmt: skip
 
 
 @triton.jit
 def side_products(
-    u, side_w, side_out, ss, first, t0, rows, side_rows, eps,
-    K: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    u, side_w, side_out, ss, first, t0, rows, side_rows, eps, FIRST: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A few bf16 rows (router, decay and update-rate inputs) times fp32 activations: logits keep their precision."""
-    BK: tl.constexpr = K if K & (K - 1) == 0 else (1024 if K % 1024 == 0 else 64)
-    row = first + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    inside = row[:, None] < side_rows
-    weight = tl.load(side_w + row[:, None] * K + k[None, :], mask=inside, other=0.0)
-    wait_for_inputs(PDL)
-    factor = row_factors(ss, eps, PARTS, PARTS_BLOCK, K)
-    lane = tl.arange(0, 8)
-    t = t0
-    while t < tl.minimum(t0 + 8, rows):
-        total = tl.zeros([BN, BK], tl.float32)
-        for c in tl.static_range(K // BK):
-            if c > 0:
-                weight = tl.load(side_w + row[:, None] * K + c * BK + k[None, :], mask=inside, other=0.0)
-            x = tl.load(u + t * K + c * BK + k)
-            total = tl.fma(weight.to(tl.float32), tl.broadcast_to(x[None, :], [BN, BK]), total)
-        if K > BK:
-            weight = tl.load(side_w + row[:, None] * K + k[None, :], mask=inside, other=0.0)
-        y = tl.sum(total, 1) * tl.sum(tl.where(lane == t - t0, factor, 0.0), 0)
-        tl.store(side_out + t * side_rows + row, y, mask=row < side_rows)
-        t += 1
+    """A bf16 row per warp (router, decay and update-rate inputs) times fp32 activations: logits keep their precision.
+
+    `side_w` are pairs of bf16 as int32. `R` rows from `t0`, those from `rows` on are not stored.
+    """
+    lane = tl.arange(0, 32)[None, :]
+    warp = tl.arange(0, X)[:, None]
+    row = first + warp
+    weight = side_w + tl.minimum(row, side_rows - 1) * (K // 2) + lane * 4
+    words = ()
+    for c in tl.static_range(K // 256):
+        words = words + (load_four(weight + c * 128, WEIGHT4, PTX),)  # noqa: RUF005
+    if FIRST:
+        wait_for_inputs(PDL)
+    for r in tl.static_range(R):
+        t = tl.minimum(t0 + r, rows - 1)
+        square = tl.zeros([X, 32], tl.float32)
+        for i in tl.static_range((PARTS + 31) // 32):
+            part = i * 32 + lane + warp * 0
+            value = load_one(ss + tl.minimum(part, PARTS - 1) * 8 + t % 8, FRESH1, PTX)
+            square += tl.where(part < PARTS, value, 0.0)
+        total = tl.zeros([X, 32], tl.float32)
+        for c in tl.static_range(K // 256):
+            x = u + t * K + c * 256 + lane * 8 + warp * 0
+            low = load_four(x, FRESH4, PTX)
+            high = load_four(x + 4, FRESH4, PTX)
+            for i in tl.static_range(4):
+                pair = words[c][i]
+                a = low[2 * i] if i < 2 else high[2 * i - 4]
+                b = low[2 * i + 1] if i < 2 else high[2 * i - 3]
+                total = tl.fma((pair << 16).to(tl.float32, bitcast=True), a, total)
+                total = tl.fma((pair & -65536).to(tl.float32, bitcast=True), b, total)
+        factor = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / K + eps)
+        y = (tl.sum(total, 1) * factor)[:, None] + tl.zeros([X, 32], tl.float32)
+        inside = (row < side_rows) & (t0 + r < rows) & (lane == 0)
+        store_one(side_out + t * side_rows + row + lane * 0, y, inside, PTX)
 
 
 @triton.jit
-def finish_residual(x, norm, x_out, u_out, q_out, s_out, ss_out, t, rows, group, N: tl.constexpr):
-    """Store new residual values `x` [32, 8] of rows `t` [8] and their int8 group, to be normalised by the reader."""
-    n = group * 32 + tl.arange(0, 32)
-    at = t[None, :] * N + n[:, None]
-    live = (t < rows)[None, :]
-    tl.store(x_out + at, x, mask=live)
-    u = x * (1.0 + tl.load(norm + n).to(tl.float32))[:, None]
-    tl.store(u_out + at, u, mask=live)
-    words, scale = quantize_columns(u)
-    column = t % 8
-    unit = (t // 8) * (N // 32) + group
-    tl.store(q_out + (unit * 64 + column * 8)[None, :] + tl.arange(0, 8)[:, None], words, mask=live)
-    tl.store(s_out + unit * 8 + column, scale, mask=t < rows)
-    tl.store(ss_out + unit * 8 + column, tl.sum(x * x, 0), mask=t < rows)
+def finish_residual(y, x, norm, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N: tl.constexpr):
+    """Add two row tiles (lane form) to the residual; store it and its int8 group, to be normalised by the reader."""
+    lane = tl.arange(0, 32)
+    t0 = block * 8 + (lane % 4) * 2
+    values = ()
+    for i in tl.static_range(4):
+        for e in tl.static_range(2):
+            at = (t0 + e) * N + group * 32 + i * 8 + lane // 4
+            old = tl.load(x + at, mask=t0 + e < rows, other=0.0)
+            values = values + (old + y[i // 2][(i % 2) * 2 + e],)  # noqa: RUF005
+    finish_group(values, norm, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N)
+
+
+@triton.jit
+def finish_group(values, norm, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N: tl.constexpr):
+    """Store new residual values, eight [32] in the order of `store_lanes`, and what the next reader needs of them."""
+    lane = tl.arange(0, 32)
+    t0 = block * 8 + (lane % 4) * 2
+    u = ()
+    for i in tl.static_range(4):
+        n = group * 32 + i * 8 + lane // 4
+        gain = 1.0 + tl.load(norm + n).to(tl.float32)
+        for e in tl.static_range(2):
+            value = values[2 * i + e]
+            live = t0 + e < rows
+            tl.store(x_out + (t0 + e) * N + n, value, mask=live)
+            tl.store(u_out + (t0 + e) * N + n, value * gain, mask=live)
+            u = u + (value * gain,)  # noqa: RUF005
+    store_lanes(u, q_out, s_out, group, block, rows, N // 32)
+    for e in tl.static_range(2):
+        square = values[e] * values[e]
+        for i in tl.static_range(1, 4):
+            square = tl.fma(values[2 * i + e], values[2 * i + e], square)
+        at = (block * (N // 32) + group) * 8 + (lane % 4) * 2 + e
+        tl.store(ss_out + at, rows_sum(square), mask=(t0 + e < rows) & (lane < 4))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_residual_kernel(
     w, wh, ws, xq, xs, ss, x, norm, x_out, u_out, q_out, s_out, ss_out, rows, eps,
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x_out = x + w @ a (fp32), and the int8 groups of x_out * (1 + norm): one program owns one group of 32."""
     G32: tl.constexpr = K // 32
     pid = tl.program_id(0)
-    block = tl.program_id(1)
+    first = tl.program_id(1) * NB
     acc = tile_products(
-        w, wh, ws, pid * 2, xq + block * (G32 * 64), xs + block * (G32 * 8), ss + block * (PARTS * 8), eps,
-        2, U, S, FMT, HEADS, X, PTX, PDL,
+        w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), ss + first * (PARTS * 8), G32, eps,
+        2, NB, U, S, FMT, HEADS, X, PTX, PDL,
     )  # fmt: skip
-    t = block * 8 + tl.arange(0, 8)
-    n = pid * 32 + tl.arange(0, 32)
-    value = tl.load(x + t[None, :] * N + n[:, None], mask=(t < rows)[None, :], other=0.0)
-    value += stack(tile_of(acc[0]), tile_of(acc[1]))
-    finish_residual(value, norm, x_out, u_out, q_out, s_out, ss_out, t, rows, pid, N)
+    for b in tl.static_range(NB):
+        y = sum_warps(of_block(acc, b, 2, NB))
+        finish_residual(y, x, norm, x_out, u_out, q_out, s_out, ss_out, first + b, rows, pid, N)
+
+
+def side_words(side: torch.Tensor) -> torch.Tensor:
+    """Rows of bf16 [M, K] as pairs, int32 [M, K / 2].
+
+    Raises:
+        ValueError: K is not a multiple of 256, what a warp reads at once.
+    """
+    if side.shape[1] % 256:
+        raise ValueError(f"side rows are {side.shape[1]} wide; the kernels take multiples of 256")
+    return side.view(torch.int32)
 
 
 def project(
@@ -272,29 +355,26 @@ def project(
     u: torch.Tensor | None = None,
     side: torch.Tensor | None = None,
     side_out: torch.Tensor | None = None,
-    side_rows: int = 4,
     tile: _tiles.Tile | None = None,
 ) -> torch.Tensor:
     """out [T, N] = matrix times activation rows; see `linear_kernel`.
 
     Args:
         norm: "row" applies the RMS factor of the whole row, "head" that of each head of 128, "none" nothing.
-        u: fp32 [T, K], `side`: bf16 [M, K], `side_out`: fp32 [T, M]: extra high-precision rows in the same launch,
-            `side_rows` of them a program.
+        u: fp32 [T, K], `side`: bf16 [M, K], `side_out`: fp32 [T, M]: extra high-precision rows in the same launch.
     """
     rows = out.shape[0]
     tile = tile or _tiles.projection(matrix)
     extra = side.shape[0] if side is not None else 0
-    grid = (matrix.rows // (16 * tile.tiles) + triton.cdiv(extra, side_rows), triton.cdiv(rows, 8))
-    parts = a.ss.shape[1]
-    dummy = a.s
+    blocks = _tiles.blocks(rows)
+    grid = (matrix.rows // (16 * tile.tiles) + triton.cdiv(extra, tile.warps), triton.cdiv(rows, 8 * blocks))
     linear_kernel[grid](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out,
-        u if u is not None else dummy, side if side is not None else dummy,
-        side_out if side_out is not None else dummy, rows, extra, eps,
-        N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=parts, PARTS_BLOCK=triton.next_power_of_2(parts),
-        HEADS=norm == "head", ROWNORM=norm == "row", SIDE=side is not None, SIDE_BN=side_rows, FMT=matrix.code,
-        TILES=tile.tiles, S=tile.steps, X=tile.warps, **_tiles.launch(out, tile.warps),
+        u if u is not None else a.s, side_words(side) if side is not None else a.q,
+        side_out if side_out is not None else a.s, rows, extra, eps,
+        N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
+        ROWNORM=norm == "row", SIDE=side is not None, FMT=matrix.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
+        NB=blocks, R=_tiles.window(rows), **_tiles.launch(out, tile.warps),
     )  # fmt: skip
     return out
 
@@ -315,9 +395,10 @@ def project_residual(
     """x_out [T, N] = x + matrix times `a`; u_out = x_out * (1 + next_norm) and its int8 form in `a_out`."""
     rows = x.shape[0]
     tile = tile or _tiles.projection(matrix, residual=True)
-    linear_residual_kernel[(matrix.rows // 32, triton.cdiv(rows, 8))](
+    blocks = _tiles.blocks(rows)
+    linear_residual_kernel[(matrix.rows // 32, triton.cdiv(rows, 8 * blocks))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, x, next_norm, x_out, u_out,
-        a_out.q, a_out.s, a_out.ss, rows, eps,
+        a_out.q.view(torch.int8), a_out.s, a_out.ss, rows, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
-        S=tile.steps, X=tile.warps, **_tiles.launch(x, tile.warps),
+        S=tile.steps, X=tile.warps, NB=blocks, **_tiles.launch(x, tile.warps),
     )  # fmt: skip

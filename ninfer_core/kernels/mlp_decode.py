@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._dequant import quantize_columns, row_factors, silu, stack, tile_of
+from ._dequant import lane_factors, silu, store_lanes, sum_warps
 from ._order import Activation, KernelMatrix
-from .linear_decode import tile_products
+from .linear_decode import of_block, tile_products
 
 
 def interleave_gate_up(rows: torch.Tensor) -> torch.Tensor:
@@ -26,25 +26,34 @@ def interleave_gate_up(rows: torch.Tensor) -> torch.Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
     w, wh, ws, xq, xs, ss, q_out, s_out, rows, eps,
-    INTER: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
-    FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    INTER: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
+    X: tl.constexpr, NB: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (group of 32 of the inner width, block of rows): int8 groups of silu(gate x) * up x."""
+    """Programs (group of 32 of the inner width, blocks of rows): int8 groups of silu(gate x) * up x."""
     G32: tl.constexpr = K // 32
     pid = tl.program_id(0)
-    block = tl.program_id(1)
-    ss += block * (PARTS * 8)
+    first = tl.program_id(1) * NB
+    parts = ss + first * (PARTS * 8)
     acc = tile_products(
-        w, wh, ws, pid * 4, xq + block * (G32 * 64), xs + block * (G32 * 8), ss, eps, 4, U, S, FMT, False, X, PTX, PDL
-    )
-    factor = row_factors(ss, eps, PARTS, PARTS_BLOCK, K)[None, :]
-    h = silu(stack(tile_of(acc[0]), tile_of(acc[1])) * factor) * (stack(tile_of(acc[2]), tile_of(acc[3])) * factor)
-    words, scale = quantize_columns(h)
-    column = tl.arange(0, 8)
-    live = block * 8 + column < rows
-    unit = block * (INTER // 32) + pid
-    tl.store(q_out + (unit * 64 + column * 8)[None, :] + tl.arange(0, 8)[:, None], words, mask=live[None, :])
-    tl.store(s_out + unit * 8 + column, scale, mask=live)
+        w, wh, ws, pid * 4, xq + first * (G32 * 64), xs + first * (G32 * 8), parts, G32, eps, 4, NB, U, S, FMT, False,
+        X, PTX, PDL,
+    )  # fmt: skip
+    for b in tl.static_range(NB):
+        y = sum_warps(of_block(acc, b, 4, NB))
+        h = swiglu(y, lane_factors(parts + b * (PARTS * 8), eps, PARTS, K))
+        store_lanes(h, q_out, s_out, pid, first + b, rows, INTER // 32)
+
+
+@triton.jit
+def swiglu(y, factor):
+    """silu(gate) * up of two gate tiles and two up tiles in lane form times the column factors: eight [32]."""
+    h = ()
+    for i in tl.static_range(4):
+        for e in tl.static_range(2):
+            gate = y[i // 2][(i % 2) * 2 + e] * factor[e]
+            up = y[2 + i // 2][(i % 2) * 2 + e] * factor[e]
+            h = h + (silu(gate) * up,)  # noqa: RUF005
+    return h
 
 
 def gate_up(
@@ -64,9 +73,9 @@ def gate_up(
     if tile is None:
         warps = _tiles.warps(matrix.groups, 8)
         tile = _tiles.Tile(4, _tiles.steps(matrix.groups, warps, 2), warps)
-    parts = a.ss.shape[1]
-    gate_up_kernel[(inner // 32, triton.cdiv(rows, 8))](
-        matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out.q, out.s, rows, eps,
-        INTER=inner, U=matrix.groups, K=matrix.columns, PARTS=parts, PARTS_BLOCK=triton.next_power_of_2(parts),
-        FMT=matrix.code, S=tile.steps, X=tile.warps, **_tiles.launch(out.q, tile.warps),
+    blocks = _tiles.blocks(rows)
+    gate_up_kernel[(inner // 32, triton.cdiv(rows, 8 * blocks))](
+        matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out.q.view(torch.int8), out.s, rows, eps,
+        INTER=inner, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], FMT=matrix.code, S=tile.steps,
+        X=tile.warps, NB=blocks, **_tiles.launch(out.q, tile.warps),
     )  # fmt: skip

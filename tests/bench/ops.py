@@ -27,6 +27,7 @@ from ninfer_core.kernels import embedding_decode as embedding
 from ninfer_core.kernels import gated_delta_decode as delta
 from ninfer_core.kernels import head_decode as heads
 from ninfer_core.kernels import linear_decode as linear
+from ninfer_core.kernels import mlp_decode as mlp
 from ninfer_core.kernels import moe_decode as moe
 from ninfer_core.kernels._order import (
     GROUP,
@@ -125,6 +126,10 @@ class Role:
     def __init__(self, name, rows, columns, fmt, kind, tiles):
         self.name, self.rows, self.columns, self.fmt, self.kind, self.tiles = name, rows, columns, fmt, kind, tiles
 
+    def tiles_of(self, T):
+        """Tiles to try with T rows: with many rows only the first, the default."""
+        return self.tiles if T <= 8 else self.tiles[:1]
+
     def make(self):
         """One copy of the role's weights."""
         if self.kind == "experts_down":
@@ -143,7 +148,7 @@ class Role:
         """Bytes one call must move (weights; distinct experts of the fixed routing)."""
         m = copy[0]
         if self.kind.startswith("experts"):
-            return m.nbytes / 256 * 8 * T + (copy[1].nbytes if len(copy) > 1 else 0)
+            return m.nbytes / 256 * min(8 * T, 256) + (copy[1].nbytes if len(copy) > 1 else 0)
         return m.nbytes + sum(t.numel() * 2 for t in copy[1:])
 
     def buffers(self, T):
@@ -162,9 +167,14 @@ class Role:
                 "uo": torch.empty(T, n, device=DEVICE), "ao": Activation.empty(T, n, n // 32, DEVICE),
                 "norm": torch.zeros(n, device=DEVICE).bfloat16(),
             }  # fmt: skip
-        wide["h"] = moe.ExpertRows.empty(T, 8, 512, DEVICE)
+        if self.kind == "head":
+            wide["candidates"] = heads.Candidates.empty(T, self.rows, DEVICE)
+            wide["vocabulary"] = torch.empty(T, self.rows, device=DEVICE)
+        if self.kind == "mlp":
+            wide["inner"] = Activation.empty(T, self.rows // 2, 1, DEVICE)
+        wide["h"] = moe.ExpertRows.empty(T, 8, 512, DEVICE, experts=256, width=2048)
         order = torch.stack([torch.randperm(256, device=DEVICE) for _ in range(1)])[0]
-        wide["ids"] = order[: 8 * T].view(T, 8).int().contiguous() if T <= 32 else order[:8].int().repeat(T, 1)
+        wide["ids"] = order.repeat(-(-T // 32))[: 8 * T].view(T, 8).int().contiguous()
         wide["weights"] = torch.full((T, 8), 0.125, device=DEVICE)
         if self.kind == "experts_up":  # the routing of `ids`, distinct experts
             wide["logits"] = torch.zeros(T, 257, device=DEVICE)
@@ -176,6 +186,10 @@ class Role:
         m = copy[0]
         if self.kind == "plain":
             linear.project(m, a, b["out"], tile=tile)
+        elif self.kind == "head":
+            heads.head(m, a, b["candidates"], b["vocabulary"], addressable=self.rows, tile=tile)
+        elif self.kind == "mlp":
+            mlp.gate_up(m, a, len(b["u"]), b["inner"], tile=tile)
         elif self.kind == "side":
             linear.project(m, a, b["out"], u=b["u"], side=copy[1], side_out=b["side"], tile=tile)
         elif self.kind == "residual":
@@ -188,7 +202,6 @@ class Role:
         else:
             moe.expert_down(
                 m, copy[1], b["h"], b["ids"], b["weights"], b["logits"], b["x"], b["norm"], b["xo"], b["uo"], b["ao"],
-                share=tile.warps // 8,
             )  # fmt: skip
 
 
@@ -198,19 +211,25 @@ def tiles(count, steps, warps):
 
 ROLES = [
     Role("35B gdn in", 12288, 2048, "W8", "side",
-         [*tiles((1, 2), (4, 8), (4, 8)), Tile(2, 8, 2), Tile(4, 4, 4), Tile(1, 16, 4)]),
-    Role("35B attention in", 9216, 2048, "W8", "plain", [Tile(2, 8, 4), Tile(1, 8, 4), Tile(1, 8, 8)]),
-    Role("35B out", 2048, 4096, "W8", "residual", tiles((2,), (4, 8), (8, 16))),
-    Role("35B router+shared", 1024, 2048, "W8", "router", tiles((1, 2), (4, 8), (4, 8))),
+         [Tile(*t) for t in ((2, 8, 4), (1, 8, 4), (1, 16, 4), (2, 16, 4), (2, 4, 8), (1, 8, 8), (2, 8, 8))]),
+    Role("35B attention in", 9216, 2048, "W8", "plain",
+         [Tile(*t) for t in ((2, 8, 4), (1, 8, 4), (1, 16, 4), (2, 8, 8), (1, 8, 8))]),
+    Role("35B out", 2048, 4096, "W8", "residual", tiles((2,), (4, 8, 16), (8,)) + tiles((2,), (4, 8), (16,))),
+    Role("35B router+shared", 1024, 2048, "W8", "router",
+         [Tile(*t) for t in ((1, 8, 8), (1, 16, 4), (1, 8, 4), (2, 8, 8))]),
     Role("35B experts up", 262144, 2048, "Q4", "experts_up",
-         [Tile(2, 4, 8), Tile(2, 4, 4), Tile(2, 2, 16), Tile(2, 2, 8), Tile(2, 8, 4)]),
-    Role("35B experts down", 524288, 512, "Q5", "experts_down", [Tile(2, 8, 8), Tile(2, 8, 16)]),
-    Role("35B head", 248320, 2048, "Q6", "plain", [*tiles((1, 2), (4, 8), (4,)), Tile(2, 4, 8)]),
-    Role("35B draft head", 131072, 2048, "Q4", "plain", tiles((1, 2), (4, 8), (4,))),
-    Role("27B value_z", 12288, 5120, "Q5", "plain", tiles((1, 2), (5, 10), (4, 8))),
-    Role("27B down", 5120, 17408, "Q5", "residual", [Tile(2, 2, 8), Tile(2, 4, 4), Tile(2, 1, 16)]),
+         [Tile(*t) for t in ((2, 4, 8), (2, 8, 4), (2, 4, 4), (2, 2, 8), (2, 2, 16))]),
+    Role("35B experts down", 524288, 512, "Q5", "experts_down", [Tile(2, 8, 8)]),
+    Role("35B head", 248320, 2048, "Q6", "head", [Tile(*t) for t in ((2, 8, 4), (2, 4, 4), (2, 4, 8), (2, 16, 2))]),
+    Role("35B draft head", 131072, 2048, "Q4", "head",
+         [Tile(*t) for t in ((2, 8, 4), (2, 4, 4), (2, 4, 8), (2, 16, 2))]),
+    Role("27B value_z", 12288, 5120, "Q5", "plain",
+         [Tile(*t) for t in ((2, 10, 4), (1, 10, 4), (1, 20, 4), (1, 10, 8), (2, 5, 8))]),
+    Role("27B gate/up", 34816, 5120, "Q4", "mlp",
+         [Tile(*t) for t in ((4, 2, 8), (4, 5, 8), (4, 5, 4), (4, 10, 8), (4, 4, 4))]),
+    Role("27B down", 5120, 17408, "Q5", "residual", [Tile(*t) for t in ((2, 2, 8), (2, 4, 4), (2, 17, 8), (2, 17, 16))]),
 ]  # fmt: skip
-SWEEP_ROWS = (1, 4, 8, 16, 64)
+SWEEP_ROWS = (1, 4, 64)
 
 
 def compile_one(job):
@@ -248,7 +267,7 @@ def precompile(jobs, workers):
 
 CHECKS = {
     "linear": lambda: check_linear(),
-    "moe": lambda: [check_moe(T) for T in (1, 4)],
+    "moe": lambda: [check_moe(T) for T in (1, 4, 8, 16, 64)],
     "delta": lambda: check_delta(),
     "attention": lambda: check_attention(),
 }
@@ -270,7 +289,7 @@ def sweep(bandwidth, names=None):
         for T in SWEEP_ROWS:
             a, b = role.buffers(T)
             floor = role.bytes(T, first) / bandwidth / 1e6
-            for tile in role.tiles:
+            for tile in role.tiles_of(T):
                 calls = max(len(copies), 8)
 
                 def chain(copies=copies, a=a, b=b, tile=tile, calls=calls, role=role):
@@ -334,7 +353,7 @@ def check_moe(T):
         a = part_of(whole, lo, hi)
         logits = torch.full((n, experts + 1), nan, device=DEVICE)
         shared = torch.full((n, 2 * inner), nan, device=DEVICE)
-        h = moe.ExpertRows.empty(n, 8, inner, DEVICE)
+        h = moe.ExpertRows.empty(n, 8, inner, DEVICE, experts=experts, width=width)
         ids = torch.full((n, 8), -1, dtype=torch.int32, device=DEVICE)
         weights = torch.full((n, 8), nan, device=DEVICE)
         xo, uo = torch.full((n, width), nan, device=DEVICE), torch.full((n, width), nan, device=DEVICE)
@@ -476,6 +495,7 @@ def check_attention():
 
 
 CONTEXT = 7680
+CHAIN_ROWS = (1, 4)
 
 
 def kv_pages():
@@ -525,7 +545,7 @@ class Chain:
         self.ab = torch.zeros(T, 64, device=DEVICE)
         self.logits = torch.zeros(T, 257, device=DEVICE)
         self.shared = torch.zeros(T, 1024, device=DEVICE)
-        self.h = moe.ExpertRows.empty(T, 8, 512, DEVICE)
+        self.h = moe.ExpertRows.empty(T, 8, 512, DEVICE, experts=256, width=2048)
         self.ids = torch.zeros(T, 8, dtype=torch.int32, device=DEVICE)
         self.weights = torch.zeros(T, 8, device=DEVICE)
         self.vocabulary = torch.empty(T, 248320, device=DEVICE)
@@ -592,7 +612,7 @@ class Chain:
 def run_chain(bandwidth):
     """Time of a step, whole and by part, at T = 1 and 4."""
     found = []
-    for T in (1, 4):
+    for T in CHAIN_ROWS:
         chain = Chain(T)
         entry = {"T": T, "us": graph_time(chain.step), "floor_us": chain.bytes() / bandwidth / 1e6}
         entry["finite"] = bool(torch.isfinite(chain.vocabulary).all())
@@ -607,7 +627,7 @@ def run_chain(bandwidth):
 def registers():
     """Registers, spills and shared memory of every kernel compiled in this process."""
     found = []
-    modules = (linear, moe, delta, attention, heads, embedding)
+    modules = (linear, moe, mlp, delta, attention, heads, embedding)
     for kernel in {k for m in modules for k in vars(m).values() if hasattr(k, "device_caches")}:
         for key, compiled in kernel.device_caches[0][0].items():
             if hasattr(compiled, "n_regs"):
@@ -641,8 +661,8 @@ def main():
     print(f"read bandwidth {bandwidth:.2f} TB/s")
     jobs = [(name, None, 0) for name in CHECKS] if "check" in parts else []
     if "compile" in parts:
-        jobs += [("chain", None, T) for T in (1, 4)]
-        jobs += [(i, t, 4) for i, role in enumerate(ROLES) for t in role.tiles]
+        jobs += [("chain", None, T) for T in CHAIN_ROWS]
+        jobs += [(i, t, T) for T in SWEEP_ROWS for i, role in enumerate(ROLES) for t in role.tiles_of(T)]
     found = precompile(jobs, options.workers)
     save("compile_errors", [e for e in found if isinstance(e, str)])
     print(result["compile_errors"][:3])

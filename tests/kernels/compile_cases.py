@@ -25,24 +25,24 @@ from ninfer_core.kernels import (
 )
 
 TYPES = {
-    "*i32": "w wh ws sw sws xq hq ids ids_out q_out slots lengths commits tables best_row token_of token tokens",
+    "*i32": "w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w pairs counts",
     "*fp16": "scales",
-    "*i8": "codes",
-    "*fp32": "xs ss u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights weights_out "
+    "*i8": "codes q_out",
+    "*fp32": "xs ss u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights y "
     "ab a_log dt_bias s_ptr k_ptr e_ptr g_ptr cos sin best part_out part_max part_sum",
-    "*bf16": "out side_w norm projected taps conv_ptr q_gain k_gain",
+    "*bf16": "out norm projected taps conv_ptr q_gain k_gain",
     "i32": "rows side_rows pages table_stride splits addressable count",
     "fp32": "eps",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
 
 
-def build(kernel, capability: int, warps: int, **constants):
+def build(kernel, capability: int, warps: int, types: dict[str, str] | None = None, **constants):
     """Compile `kernel` with these constexpr values; all pointers aligned to 16 bytes."""
     dependent = capability >= 90
     constants = {"PTX": True, "PDL": dependent} | constants
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else TYPE_OF[name] for name in names}
+    signature = {name: "constexpr" if name in constants else (types or {}).get(name) or TYPE_OF[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     options = {"num_warps": warps, "enable_fp_fusion": False}
     if dependent:
@@ -58,12 +58,11 @@ def lane_layouts(built) -> list[str]:
     return sorted(re.search(rf"^{name} = (.*)$", text, re.MULTILINE).group(1) for name in names)
 
 
-def linear(fmt: int, n: int, k: int, tiles: int, steps: int, warps: int, side: bool = False):
+def linear(fmt: int, n: int, k: int, tiles: int, steps: int, warps: int, side: bool = False, blocks: int = 1):
     """Constants of `linear_kernel`."""
-    parts = k // 32
     return {
-        "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": parts, "PARTS_BLOCK": triton.next_power_of_2(parts),
-        "HEADS": False, "ROWNORM": True, "SIDE": side, "SIDE_BN": 4, "FMT": fmt, "TILES": tiles, "S": steps, "X": warps,
+        "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": k // 32, "HEADS": False, "ROWNORM": True,
+        "SIDE": side, "FMT": fmt, "TILES": tiles, "S": steps, "X": warps, "NB": blocks, "R": 4,
     }  # fmt: skip
 
 
@@ -71,63 +70,87 @@ def residual(fmt: int, n: int, k: int, steps: int, warps: int, heads: bool = Fal
     """Constants of `linear_residual_kernel`."""
     return {
         "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": k // 32, "HEADS": heads, "FMT": fmt, "S": steps,
-        "X": warps,
+        "X": warps, "NB": 1,
     }  # fmt: skip
 
 
+WORDS = {"hq": "*i32"}
+BYTES = {"hq": "*i8"}
+"""Expert rows are read as words and written as bytes."""
+
+
 def cases(full: bool = False):
-    """(label, kernel, warps, constants). `full`: the shapes of 35B-A3B and 27B, minutes to build; else a short K.
+    """(label, kernel, warps, types, constants). `full`: the shapes of 35B-A3B and 27B, minutes to build; else a short K.
 
     K only sets how often the same code repeats: epilogue tiles, and so shared memory, do not depend on it.
     """
     if full:
-        yield "gdn in", linear_decode.linear_kernel, 4, linear(8, 12288, 2048, 2, 8, 4, side=True)
-        yield "gdn out", linear_decode.linear_residual_kernel, 8, residual(8, 2048, 4096, 8, 8, heads=True)
+        yield "gdn in", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 2048, 2, 8, 4, side=True)
+        yield "gdn in 64", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 2048, 2, 8, 4, side=True, blocks=4)
+        yield "gdn out", linear_decode.linear_residual_kernel, 8, {}, residual(8, 2048, 4096, 8, 8, heads=True)
+        yield "down 27B", linear_decode.linear_residual_kernel, 8, {}, residual(5, 5120, 17408, 2, 8)
     else:
-        yield "gdn in", linear_decode.linear_kernel, 4, linear(8, 12288, 128, 2, 1, 4, side=True)
-        yield "gdn out", linear_decode.linear_residual_kernel, 2, residual(8, 2048, 256, 4, 2, heads=True)
+        yield "gdn in", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 256, 2, 2, 4, side=True)
+        yield "gdn in 64", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 256, 2, 1, 4, blocks=4)
+        yield "gdn out", linear_decode.linear_residual_kernel, 2, {}, residual(8, 2048, 256, 4, 2, heads=True)
     for label, fmt, rows in (("head", 6, 248320), ("draft head", 4, 131072)) if full else (("head", 6, 248320),):
         k, steps = (2048, 8) if full else (768, 1)  # three stages: the loop
         constants = linear(fmt, rows, k, 2, steps, 4)
-        for name in ("HEADS", "ROWNORM", "SIDE", "SIDE_BN", "TILES"):
+        for name in ("HEADS", "ROWNORM", "SIDE", "TILES", "R"):
             del constants[name]
-        yield label, head_decode.head_kernel, 4, constants | {"LOGITS": True}
-    yield "greedy", head_decode.greedy_kernel, 8, {"MAPPED": True, "BLOCK": 1024}
-    yield "embed", embedding_decode.embedding_kernel, 4, {"U": 32, "K": 2048, "GROUPS": 8, "FMT": 6}
-    if full:
-        yield "down 27B", linear_decode.linear_residual_kernel, 8, residual(5, 5120, 17408, 2, 8)
+        yield label, head_decode.head_kernel, 4, {}, constants | {"LOGITS": True}
+    yield "greedy", head_decode.greedy_kernel, 8, {}, {"MAPPED": True, "BLOCK": 1024}
+    yield "embed", embedding_decode.embedding_kernel, 4, {"q_out": "*i32"}, {"U": 32, "K": 2048, "GROUPS": 8, "FMT": 6}
     k = 5120 if full else 512
-    yield "dense gate/up", mlp_decode.gate_up_kernel, 8, {
-        "INTER": 17408, "U": k // 64, "K": k, "PARTS": k // 32, "PARTS_BLOCK": triton.next_power_of_2(k // 32), "FMT": 4,
-        "S": 2 if full else 1, "X": 8,
+    yield "dense gate/up", mlp_decode.gate_up_kernel, 8, {}, {
+        "INTER": 17408, "U": k // 64, "K": k, "PARTS": k // 32, "FMT": 4, "S": 2 if full else 1, "X": 8, "NB": 1,
     }  # fmt: skip
-    k, warps, top_k = (2048, 8, 8) if full else (128, 2, 2)
-    yield "experts up", moe_decode.expert_gate_up_kernel, warps, {
-        "E": 256, "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "PARTS_BLOCK": 64, "FMT": 4, "L": 8,
-        "S": 4 if full else 1, "X": warps,
-    }  # fmt: skip
-    for fmt in (5, 6, 8) if full else (5,):
-        inner = 512 if full else 64
-        yield f"experts down {fmt}", moe_decode.expert_down_kernel, warps, {
-            "E": 256, "TOPK": top_k, "INTER": inner, "N": 2048, "U": inner // (32 if fmt == 8 else 64), "FMT": fmt,
-            "X": warps,
-        }  # fmt: skip
+    yield from expert_cases(full)
     for rows in (1, 4) if full else (2,):
-        yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, {"HK": 16, "HV": 32, "R": rows, "RINGS": 16}
-    yield "attention", attention_decode.attention_split_kernel, 4, {
-        "H": 16, "KH": 2, "R": 2, "SPLIT": 128,
-    }  # fmt: skip
-    yield "attention combine", attention_decode.attention_combine_kernel, 4, {
+        yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, {"q_out": "*i32"}, {
+            "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
+        }  # fmt: skip
+    yield "attention", attention_decode.attention_split_kernel, 4, {}, {"H": 16, "KH": 2, "R": 2, "SPLIT": 128}
+    yield "attention combine", attention_decode.attention_combine_kernel, 4, {"q_out": "*i32"}, {
         "H": 16, "KH": 2, "R": 1, "SPLIT": 128, "BLOCK": 16,
     }  # fmt: skip
+
+
+def expert_cases(full: bool):
+    """The kernels of the sparse MLP, for a row, a window, and many rows."""
+    k, warps, top_k = (2048, 8, 8) if full else (256, 2, 2)
+    up = {
+        "E": 256, "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "FMT": 4, "S": 4 if full else 2,
+        "X": warps,
+    }  # fmt: skip
+    for label, rows, grouped in (("row", 1, False), ("window", 8, False), ("many", 8, True)):
+        yield (
+            f"experts up, {label}",
+            moe_decode.expert_gate_up_kernel,
+            warps,
+            BYTES,
+            up | {"R": rows, "GROUPED": grouped},
+        )
+    yield "choose", moe_decode.choose_kernel, 1, {}, {"E": 256, "TOPK": top_k}
+    yield "group", moe_decode.group_kernel, 1, {}, {"TOPK": top_k}
+    inner = 512 if full else 64
+    for fmt in (5, 6, 8) if full else (5,):
+        down = {
+            "INTER": inner, "N": 2048, "U": inner // (32 if fmt == 8 else 64), "FMT": fmt, "X": warps,
+        }  # fmt: skip
+        yield f"experts rows {fmt}", moe_decode.expert_rows_kernel, warps, WORDS, down
+        for grouped in (False, True):
+            yield f"experts down {fmt}", moe_decode.expert_down_kernel, warps, WORDS, down | {
+                "E": 256, "TOPK": top_k, "GROUPED": grouped,
+            }  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
     """Build every case for every capability named; `full` first for the published shapes."""
     full = arguments[:1] == ["full"]
     for capability in arguments[full:]:
-        for label, kernel, warps, constants in cases(full):
-            built = build(kernel, int(capability), warps, **constants)
+        for label, kernel, warps, types, constants in cases(full):
+            built = build(kernel, int(capability), warps, types, **constants)
             found = {"case": label, "warps": warps, "shared": built.metadata.shared, "lanes": lane_layouts(built)}
             print(json.dumps(found | {"capability": int(capability)}), flush=True)
 

@@ -74,12 +74,12 @@ def project(fmt):
 
 
 def side_rows():
-    weight, _ = matrix(32, 64, "W8")
-    a = activation(3, 64)
-    u, side = torch.randn(3, 64), torch.randn(6, 64).bfloat16()
+    weight, _ = matrix(32, 256, "W8")
+    a = activation(3, 256)
+    u, side = torch.randn(3, 256), torch.randn(6, 256).bfloat16()
     out, extra = torch.full((3, 32), NAN), torch.full((3, 6), NAN)
     linear_decode.project(weight, a, out, u=u, side=side, side_out=extra)
-    factor = torch.rsqrt(a.rows(3)[2].sum(1, keepdim=True) / 64 + 1e-6)
+    factor = torch.rsqrt(a.rows(3)[2].sum(1, keepdim=True) / 256 + 1e-6)
     near(extra, (u @ side.float().T) * factor, EXACT, "side rows")
 
 
@@ -99,17 +99,17 @@ def residual():
 
 
 def experts(fmt_up, fmt_down, rows):
-    count, top_k, inner, width = 4, 2, 64, 64
+    count, top_k, inner, width = 4, 2, 64, 256
     up, up_values = matrix(count * 2 * inner, width, fmt_up)
     down, down_values = matrix(count * width, inner, fmt_down)
     shared_up, shared_up_values = matrix(2 * inner, width, "W8")
     shared_down, shared_down_values = matrix(width, inner, "W8")
     x, router = torch.randn(rows, width), torch.randn(count + 1, width).bfloat16()
     norm = (torch.randn(width) * 0.1).bfloat16()
-    a = Activation.from_rows(x, (x**2).view(rows, 2, 32).sum(-1))
+    a = Activation.from_rows(x, (x**2).view(rows, 8, 32).sum(-1))
     factor = torch.rsqrt((x**2).mean(1, keepdim=True) + 1e-6)
     logits, shared = torch.full((rows, count + 1), NAN), torch.full((rows, 2 * inner), NAN)
-    h = moe_decode.ExpertRows.empty(rows, top_k, inner, "cpu")
+    h = moe_decode.ExpertRows.empty(rows, top_k, inner, "cpu", experts=count, width=width)
     ids, weights = torch.full((rows, top_k), -1, dtype=torch.int32), torch.full((rows, top_k), NAN)
     moe_decode.route_and_shared(shared_up, router, a, x, shared, logits)
     near(logits, (x @ router.float().T) * factor, EXACT, "logits")
@@ -129,7 +129,7 @@ def experts(fmt_up, fmt_down, rows):
     x_out, u_out, out = (
         torch.full((rows, width), NAN),
         torch.full((rows, width), NAN),
-        Activation.empty(rows, width, 2, "cpu"),
+        Activation.empty(rows, width, 8, "cpu"),
     )
     moe_decode.expert_down(down, shared_down, h, ids, weights, logits, x, norm, x_out, u_out, out)
     parts = torch.einsum(
@@ -313,6 +313,7 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "experts Q4 Q5": (experts, "Q4", "Q5", 2),
     "experts W8 W8": (experts, "W8", "W8", 1),
     "experts Q4 Q6": (experts, "Q4", "Q6", 1),
+    "experts grouped": (experts, "Q4", "Q5", 11),
     "expert ties": (ties,),
     "dense gate/up": (dense,),
     "head": (head,),

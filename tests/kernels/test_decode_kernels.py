@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CASES = (
     "project W8", "project Q4", "project Q5", "project Q6", "side rows", "residual", "experts Q4 Q5", "experts W8 W8",
-    "experts Q4 Q6", "expert ties", "dense gate/up", "head", "embed W8",
+    "experts Q4 Q6", "experts grouped", "expert ties", "dense gate/up", "head", "embed W8",
     "embed Q6", "gated delta", "attention",
 )  # fmt: skip
 SMALLEST_BLOCK_MEMORY = 99 * 1024
