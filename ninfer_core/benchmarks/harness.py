@@ -29,6 +29,9 @@ CONTEXTS = (7_680, 64_512, 130_048, 260_096)
 PUBLISHED_LIMIT = 262_144
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 Fill = Literal["auto", "read", "copy"]
+Forced = tuple[float, Sequence[int]] | None
+LONGEST_ANSWER = 16_384
+"""Tokens of the answer that runs beside a prompt: more than are made while that is read."""
 PATIENCE = 60.0
 """Seconds that reading one prompt may take before `fill` "auto" copies pages instead."""
 
@@ -92,27 +95,6 @@ class Context:
         sequence.length = target
 
 
-class ForcedDrafts:
-    """Replaces drafts so that a stated mean number of them is accepted: the answer is known from an earlier run.
-
-    `mean` 2.19 of 3 gives rounds with two and with three accepted drafts in that proportion.
-    """
-
-    def __init__(self, answer: Sequence[int], mean: float, addressable: int) -> None:
-        self._answer, self._mean, self._addressable = answer, mean, addressable
-        self._rounds = 0
-
-    def __call__(self, sequence: Running, made: list[int]) -> list[int]:
-        """The drafts for the next round of `sequence`."""
-        i = self._rounds
-        self._rounds += 1
-        right = int((i + 1) * self._mean + 1e-9) - int(i * self._mean + 1e-9)
-        at = sequence.emitted
-        known = list(self._answer[at : at + len(made)])
-        known += [0] * (len(made) - len(known))
-        return [token if j < right else (token + 1) % self._addressable for j, token in enumerate(known)]
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """One answer: its completion and its token ids."""
@@ -126,16 +108,13 @@ class Run:
         return (self.done.usage.completion_tokens - 1) / self.done.timings.decode
 
 
-def one_run(
-    subject: Subject, context: int, method: Method, seed: int, *, copy: bool, forced: ForcedDrafts | None
-) -> Run:
-    """One request alone."""
+def one_run(subject: Subject, context: int, method: Method, seed: int, *, copy: bool, forced: Forced = None) -> Run:
+    """One request alone. `forced`: mean of accepted drafts, and the known answer."""
     watch = Context(subject, copy)
     with ExitStack() as stack:
         stack.enter_context(subject.watching(watch))
         if forced is not None:
-            subject.runner.proposal = forced
-            stack.callback(setattr, subject.runner, "proposal", None)
+            stack.enter_context(subject.forcing(*forced))
         done = subject.start(subject.prompt(context, seed), method.tokens, seed).result()
     assert watch.sequence is not None
     if done.usage.completion_tokens != method.tokens:
@@ -161,14 +140,14 @@ def decode(
     for context in contexts:
         copy = method.fill == "copy" or (method.fill == "auto" and slow)
         for i in range(method.warm):
-            run = one_run(subject, context, method, 1000 + i, copy=copy, forced=None)
+            run = one_run(subject, context, method, 1000 + i, copy=copy)
         if method.warm and not copy:
             slow = run.done.timings.prefill * 4 > PATIENCE  # the next context is several times as long
         runs = []
         for seed in method.seeds:
-            known = None
-            if forced is not None and answers is not None:
-                known = ForcedDrafts(answers[context, seed], forced, subject.addressable)
+            known: Forced = None
+            if forced is not None:
+                known = (forced, (answers or {}).get((context, seed), ()))
             runs.append(one_run(subject, context, method, seed, copy=copy, forced=known))
             if answers is not None and forced is None:
                 answers[context, seed] = runs[-1].tokens
@@ -197,7 +176,7 @@ def _figures(
             sum(u.accepted_tokens for u in usages) / max(1, sum(u.drafted_tokens for u in usages)), 4
         )
         if forced is not None:
-            about["forced"] = f"drafts replaced so that {forced:g} of {drafts} are accepted on average"
+            about["forced"] = f"{forced:g} of {drafts} drafts are accepted on average, whatever was drawn"
     floor = step_floor(subject.config, subject.formats, context=context, drafts=drafts, kv_cache=subject.kv_cache)
     about["floor_bytes"] = floor.as_dict()
     best = method.bandwidth / floor.total * per_round if method.bandwidth else None
@@ -274,7 +253,8 @@ def _batch_run(subject: Subject, size: int, method: Method, context: int, seed: 
 def gap(subject: Subject, method: Method, *, context: int) -> Figure:
     """The longest wait between two tokens of a running answer while another prompt of `context` tokens is read."""
     stamps: list[float] = []
-    running = subject.start(subject.prompt(PAGE, 1), subject.context_length - PAGE, 1)
+    room = min(LONGEST_ANSWER, subject.context_length - PAGE)
+    running = subject.start(subject.prompt(PAGE, 1), room, 1)
     thread = threading.Thread(target=_Clock(running, stamps).run, daemon=True)
     thread.start()
     while len(stamps) < 8 and not running.done:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from ..runtime.session import Session
 from ..runtime.validation import SamplingParams
 from ..types import Event, FinishReason, Request, Sampling, TextDelta
 from .floors import Formats
+
+if TYPE_CHECKING:
+    from ..packed import PackedWeights
 
 SAMPLING = Sampling(temperature=1.0, top_p=0.95, top_k=20)
 """How every measured token is drawn: the models' own setting for thinking."""
@@ -73,6 +77,42 @@ class Subject(ABC):
     def close(self) -> None:
         """Free everything."""
 
+    def release(self) -> None:
+        """`close`, and give the device's memory back."""
+        self.close()
+        del self.runner
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def forcing(self, mean: float, answer: Sequence[int]) -> Iterator[None]:
+        """Have `mean` drafts a round accepted on average.
+
+        Where rounds run on the device, it is told how many to accept, whatever it drew. Elsewhere drafts are replaced
+        by what will be drawn: `answer`, the tokens of the same request without drafts.
+        """
+        flights = self.runner._flights
+        if flights is None and not answer:
+            raise InvalidRequestError(
+                "forced acceptance replays the answer of a pass without drafts here: let --drafts hold 0 too",
+                param="forced",
+            )
+        if flights is None:
+            self.runner.proposal = ForcedDrafts(answer, mean, self.addressable)
+        else:
+            counts = [accepted_in(i, mean) for i in range(PATTERN)]
+            lanes: Any = flights.rounds
+            lanes.pattern = torch.tensor(counts, dtype=torch.int32, device=self.device)
+            lanes._graphs.clear()  # those at hand were captured without it
+        try:
+            yield
+        finally:
+            self.runner.proposal = None
+            if flights is not None:
+                lanes.pattern = None
+                lanes._graphs.clear()
+
     @contextmanager
     def watching(self, watch: Callable[[Running], None]) -> Iterator[None]:
         """Call `watch` with the sequence after every prompt chunk."""
@@ -81,6 +121,32 @@ class Subject(ABC):
             yield
         finally:
             self.runner.after_chunk = None
+
+
+PATTERN = 64
+"""Rounds after which the device takes the same forced counts again."""
+
+
+def accepted_in(i: int, mean: float) -> int:
+    """Forced drafts of round `i`: whole numbers around `mean`, evenly spread."""
+    return int((i + 1) * mean + 1e-9) - int(i * mean + 1e-9)
+
+
+class ForcedDrafts:
+    """Replaces drafts by tokens of a known answer, `mean` right ones a round; the others are made wrong."""
+
+    def __init__(self, answer: Sequence[int], mean: float, addressable: int) -> None:
+        self._answer, self._mean, self._addressable = answer, mean, addressable
+        self._rounds = 0
+
+    def __call__(self, sequence: Running, made: list[int]) -> list[int]:
+        """The drafts for the next round of `sequence`."""
+        right = accepted_in(self._rounds, self._mean)
+        self._rounds += 1
+        at = sequence.emitted
+        known = list(self._answer[at : at + len(made)])
+        known += [0] * (len(made) - len(known))
+        return [token if j < right else (token + 1) % self._addressable for j, token in enumerate(known)]
 
 
 class EngineSubject(Subject):
@@ -140,7 +206,7 @@ class RandomSource:
         self.tensors = {name: TensorInfo(name, shape, fmt, 0) for name, (shape, fmt) in self.formats.items()}
         self._seed = seed
 
-    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One object, the same for every call."""
         shape, _ = self.formats[name]
         generator = torch.Generator().manual_seed(self._seed + sum(name.encode()) * 7919 + len(name))
@@ -148,6 +214,12 @@ class RandomSource:
             return torch.randperm(self.config.vocab_size, generator=generator)[: shape[0]]
         scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.1
         return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    def packed(self, device: torch.device, mtp: bool) -> PackedWeights:
+        """All weights in kernel order, made on the device."""
+        from ..packed import random_packed
+
+        return random_packed(self.config, seed=self._seed, device=device, mtp=mtp)
 
 
 class RandomSubject(Subject):
@@ -191,6 +263,7 @@ class RandomSubject(Subject):
             decorate=lambda raw: [],
             device=loaded.device,
             adaptive=False,
+            lanes=loaded.lanes,
         )
         self._scheduler, self._loop = start_loop(
             self.runner,
@@ -231,6 +304,7 @@ class CountingMachine:
     """An output machine for ids without text: keeps everything, writes nothing."""
 
     stopped = False
+    ends: tuple[int, ...] = ()
     kept = 0
     in_reasoning = False
     reasoning_tokens = 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from ..errors import InvalidRequestError
 from . import harness
 from .bandwidth import read_bandwidth
 from .harness import Fill, Method
 from .results import Device, Figure, device_of
-from .subject import Target, open_subject
+from .subject import Subject, Target, open_subject
 
+Answers = dict[tuple[int, int], list[int]]
 PARTS = ("decode", "batch", "gap")
 BATCH_CONTEXT = 1_024
 
@@ -20,8 +22,8 @@ BATCH_CONTEXT = 1_024
 class Plan:
     """What to measure. Numbers left None are the published ones, scaled to a smaller context.
 
-    drafts: tokens drafted per round, one pass each. forced: mean number of accepted drafts of a further pass, whose
-    drafts are replaced by known tokens; it needs a pass without drafts before it. batches: sequences at once.
+    drafts: tokens drafted per round, one pass each. forced: mean number of accepted drafts of a further pass with the
+    most of them (`Subject.forcing`). batches: sequences at once.
     """
 
     target: Target
@@ -43,13 +45,11 @@ class Plan:
                 raise InvalidRequestError(f"there is no part {part!r}; there are {', '.join(PARTS)}", param="parts")
         if self.fill not in ("auto", "read", "copy"):
             raise InvalidRequestError(f"fill is {self.fill!r}; it must be auto, read or copy", param="fill")
-        if any(not 0 <= k <= 5 for k in self.drafts) or len(set(self.drafts)) != len(self.drafts):
+        if not self.drafts or any(not 0 <= k <= 5 for k in self.drafts) or len(set(self.drafts)) != len(self.drafts):
             raise InvalidRequestError(f"drafts are {self.drafts}; give different numbers from 0 to 5", param="drafts")
-        most = max(self.drafts, default=0)
-        if self.forced is not None and (0 not in self.drafts or not 0 <= self.forced <= most or not most):
+        if self.forced is not None and not 0 <= self.forced <= max(self.drafts):
             raise InvalidRequestError(
-                f"forced acceptance of {self.forced:g} drafts needs a pass without drafts, whose answer it replays, "
-                f"and one with at least that many; drafts are {self.drafts}",
+                f"{self.forced:g} accepted drafts are more than the drafts of a round: they are {self.drafts}",
                 param="forced",
             )
         if self.seeds < 1:
@@ -62,40 +62,38 @@ def run(plan: Plan) -> tuple[Device, list[Figure]]:
     Raises:
         InvalidRequestError: a context or batch that does not fit. NinferError: the model cannot be loaded.
     """
-    subject = open_subject(plan.target, draft_tokens=0)
-    try:
-        device, limit, torch_device = device_of(subject.device.type), subject.context_length, subject.device
-        label = subject.label
-    finally:
-        subject.close()
-    del subject
-    bandwidth = read_bandwidth(torch_device)
-    plan.say(f"read bandwidth: {bandwidth / 1e9:,.1f} GB/s")
-    tokens = plan.tokens or (256 if limit >= harness.PUBLISHED_LIMIT // 2 else 64)
-    seeds = harness.SEEDS[: plan.seeds] if plan.seeds <= 5 else tuple(range(1, plan.seeds + 1))
-    method = Method(tokens=tokens, seeds=seeds, fill=plan.fill, bandwidth=bandwidth, say=plan.say)
-    figures = [Figure(f"{label}/bandwidth/read", bandwidth / 1e9, "GB/s")]
-    for part in plan.parts:
-        figures += {"decode": _decode, "batch": _batch, "gap": _gap}[part](plan, method, limit)
+    drafts = sorted(plan.drafts)
+    first = drafts[0] if "decode" in plan.parts else 0
+    with _opened(plan, drafts=first) as subject:
+        device, limit = device_of(subject.device.type), subject.context_length
+        bandwidth = read_bandwidth(subject.device)
+        plan.say(f"read bandwidth: {bandwidth / 1e9:,.1f} GB/s")
+        tokens = plan.tokens or (256 if limit >= harness.PUBLISHED_LIMIT // 2 else 64)
+        seeds = harness.SEEDS[: plan.seeds] if plan.seeds <= 5 else tuple(range(1, plan.seeds + 1))
+        method = Method(tokens=tokens, seeds=seeds, fill=plan.fill, bandwidth=bandwidth, say=plan.say)
+        figures = [Figure(f"{subject.label}/bandwidth/read", bandwidth / 1e9, "GB/s")]
+        answers: Answers = {}
+        if "decode" in plan.parts:
+            contexts = harness.contexts_for(limit, tokens + drafts[-1], plan.contexts)
+            figures += _decode(plan, subject, contexts, method, answers)
+    if "decode" in plan.parts:
+        for count in drafts[1:]:
+            with _opened(plan, drafts=count, context=min(limit, max(contexts) + tokens + count)) as subject:
+                figures += _decode(plan, subject, contexts, method, answers)
+    if "batch" in plan.parts:
+        figures += _batch(plan, method, limit)
+    if "gap" in plan.parts:
+        context = plan.gap_context or harness.contexts_for(limit, tokens)[-2 if limit > 2048 else -1]
+        with _opened(plan, drafts=0, sequences=2) as subject:
+            figures.append(harness.gap(subject, method, context=context))
     return device, figures
 
 
-def _decode(plan: Plan, method: Method, limit: int) -> list[Figure]:
-    contexts = harness.contexts_for(limit, method.tokens + max(plan.drafts, default=0), plan.contexts)
-    need = max(contexts) + method.tokens
-    answers: dict[tuple[int, int], list[int]] = {}
-    made = []
-    for drafts in sorted(plan.drafts):
-        subject = open_subject(plan.target, draft_tokens=drafts, context=min(limit, need))
-        try:
-            if drafts and not subject.draft_tokens:
-                plan.say(f"{subject.label} has no draft layer: no figures with drafts")
-                continue
-            made += harness.decode(subject, contexts, method, answers=answers if drafts == 0 else None)
-            if drafts and plan.forced is not None and drafts == max(plan.drafts):
-                made += harness.decode(subject, contexts, method, answers=answers, forced=plan.forced)
-        finally:
-            subject.close()
+def _decode(plan: Plan, subject: Subject, contexts: Sequence[int], method: Method, answers: Answers) -> list[Figure]:
+    """One pass, and one more with forced drafts behind that with the most of them."""
+    made = harness.decode(subject, contexts, method, answers=None if subject.draft_tokens else answers)
+    if plan.forced is not None and subject.draft_tokens == max(plan.drafts):
+        made += harness.decode(subject, contexts, method, answers=answers, forced=plan.forced)
     return made
 
 
@@ -109,20 +107,17 @@ def _batch(plan: Plan, method: Method, limit: int) -> list[Figure]:
             f"{limit}; lower --batch or --batch-context",
             param="batch",
         )
-    subject = open_subject(plan.target, draft_tokens=0, max_sequences=most, context=context + spare)
-    try:
+    with _opened(plan, drafts=0, sequences=most, context=context + spare) as subject:
         return harness.batch(subject, plan.batches, method, context=context)
-    finally:
-        subject.close()
 
 
-def _gap(plan: Plan, method: Method, limit: int) -> list[Figure]:
-    context = plan.gap_context or harness.contexts_for(limit, method.tokens)[-2 if limit > 2048 else -1]
-    subject = open_subject(plan.target, draft_tokens=0, max_sequences=2)
+@contextmanager
+def _opened(plan: Plan, *, drafts: int, sequences: int = 1, context: int | None = None) -> Iterator[Subject]:
+    subject = open_subject(plan.target, draft_tokens=drafts, max_sequences=sequences, context=context)
     try:
-        return [harness.gap(subject, replace(method), context=context)]
+        yield subject
     finally:
-        subject.close()
+        subject.release()
 
 
 def lists(text: str, what: str) -> tuple[int, ...]:

@@ -1,0 +1,156 @@
+"""Floors, figures, result files, tables and plots of the benchmarks; README against the result files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from ninfer_core.benchmarks import report
+from ninfer_core.benchmarks.floors import distinct_share, step_floor
+from ninfer_core.benchmarks.results import Device, Figure, figure_of, read, read_all, save
+from ninfer_core.config import QWEN36_27B, QWEN36_35B_A3B
+from ninfer_core.errors import InvalidRequestError
+from ninfer_core.inventory import inventory
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests/bench/results"
+CARD = Device("Some Card 9", "some-card-9", "cuda", 1 << 35)
+
+
+def test_floor_of_one_token_counts_each_part_once() -> None:
+    config, formats = QWEN36_35B_A3B, inventory(QWEN36_35B_A3B, vision=False)
+    floor = step_floor(config, formats, context=7680)
+    # 10 attention layers, 2 KV heads, keys and values: 256 codes and 4 fp16 scales each.
+    assert floor.kv == 10 * 7680 * 2 * 2 * (256 + 8)
+    assert floor.state == 2 * 30 * 32 * 128 * 128 * 4
+    assert floor.drafts == 0
+    # 8 of 256 experts: Q4 gate and up (4.25 bits), Q5 down (5.25 bits; three layers Q6).
+    up, down = 40 * 2 * 512 * 2048 * 4.25 / 8, 512 * 2048 * (37 * 5.25 + 3 * 6.25) / 8
+    assert floor.experts == pytest.approx(8 * (up + down), rel=1e-6)
+    head = 248320 * 2048 * 6.25 / 8
+    mixers = 8.5 / 8 * 2048 * (30 * (12288 + 4096) + 10 * (9216 + 4096) + 40 * 3 * 512)
+    plain = 2 * 2048 * (40 * 257 + 30 * 64)  # router, a and b in bf16
+    assert floor.weights == pytest.approx(head + mixers + plain, rel=2e-3)  # norms and convolutions beside it
+
+
+def test_floor_of_a_round_reads_weights_once_and_the_draft_layer_for_every_draft() -> None:
+    config, formats = QWEN36_27B, inventory(QWEN36_27B, vision=False)
+    one, four = (step_floor(config, formats, context=1000, drafts=k) for k in (0, 3))
+    assert four.weights - one.weights == pytest.approx(3 * 5120 * 6.25 / 8)  # three more embedding rows
+    single = step_floor(config, formats, context=1000, drafts=1).drafts
+    assert four.drafts == pytest.approx(3 * single)
+    assert four.kv == one.kv and four.state == one.state
+
+
+def test_distinct_experts_are_an_expectation() -> None:
+    assert distinct_share(QWEN36_35B_A3B, 1) == pytest.approx(8 / 256)
+    assert distinct_share(QWEN36_35B_A3B, 64) == pytest.approx(1 - (1 - 1 / 32) ** 64)
+    assert distinct_share(QWEN36_27B, 5) == 0
+
+
+def test_a_figure_is_mean_and_sample_deviation_with_its_share() -> None:
+    rate = figure_of("m/decode/mtp0/64", [90.0, 100.0, 110.0], "tok/s", floor=200.0)
+    assert (rate.value, rate.deviation, rate.runs, rate.share) == (100.0, 10.0, 3, 0.5)
+    wait = Figure("m/step", 4.0, "ms", floor=1.0)
+    assert wait.share == 0.25 and wait.deviation is None
+    assert Figure("m/x", 4.0, "tok/s").share is None
+    assert "floor" not in Figure("m/x", 4.0, "tok/s").as_dict()
+
+
+def test_result_files_keep_what_is_not_measured_again(tmp_path: Path) -> None:
+    first = [Figure("m/decode/mtp0/64", 1.0, "tok/s"), Figure("m/prefill/64", 2.0, "tok/s")]
+    save(tmp_path, CARD, first, command="one", commit="aaa")
+    path = save(tmp_path, CARD, [Figure("m/decode/mtp0/64", 3.0, "tok/s")], command="two", commit="bbb")
+    found = read(path)
+    assert path.name == "some-card-9.json" and found["device"]["name"] == "Some Card 9"
+    assert {name: (e["value"], e["command"]) for name, e in found["figures"].items()} == {
+        "m/decode/mtp0/64": (3.0, "two"),
+        "m/prefill/64": (2.0, "one"),
+    }
+    assert found["figures"]["m/prefill/64"]["versions"]["torch"]
+    assert list(read_all(tmp_path)) == ["some-card-9"]
+    (tmp_path / "other.json").write_text('{"rows": []}')
+    assert list(read_all(tmp_path)) == ["some-card-9"]
+    (tmp_path / "some-card-9.json").write_text("[]")
+    with pytest.raises(InvalidRequestError, match=r"some-card-9\.json is no result file"):
+        save(tmp_path, CARD, first, command="three", commit=None)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    figures = [
+        Figure("m-random/decode/mtp0/64", 100.0, "tok/s", 1.5, 5, 400.0, {"context": 64, "weights": "random"}),
+        Figure("m-random/decode/mtp0/2048", 80.0, "tok/s", 1.5, 5, 300.0, {"context": 2048, "weights": "random"}),
+        Figure(
+            "m-random/decode/mtp3-forced/64", 210.0, "tok/s", 2.0, 5, 900.0,
+            {"context": 64, "weights": "random", "forced": "yes", "tokens_per_round": 3.19, "accepted_by_position": [1, 1, 0.19]},
+        ),
+        Figure("m-random/batch/1024/8", 500.0, "tok/s", None, 1, 2000.0, {"sequences": 8}),
+    ]  # fmt: skip
+    save(tmp_path, CARD, figures, command="ninfer bench", commit="abc")
+    peers = {"m/decode/mtp0/64": {"value": 50.0, "unit": "tok/s", "details": {"peer": "other engine"}}}
+    text = json.dumps({"device": {"name": "Some Card 9", "peers": "some-card-9"}, "figures": peers})
+    (tmp_path / "peers-some-card-9.json").write_text(text)
+    return tmp_path
+
+
+def test_readme_table_sets_each_figure_beside_floor_and_peer(filled: Path) -> None:
+    text = report.readme_tables(filled)
+    assert "**Some Card 9** ([file](tests/bench/results/some-card-9.json))" in text
+    assert "| m: decode at 64 tokens | 100 ± 1.5 | 400 | 25 % | 50 (other engine) |" in text
+    assert "| m: decode at 64 tokens, 3 drafts (*forced* to 3.19 tokens a round) | 210 ± 2 | 900 | 23 % |  |" in text
+    assert "| m: decode of 8 requests together, 1,024 tokens each | 500 | 2,000 | 25 % |  |" in text
+    assert "random in the published formats" in text and "*Forced*" in text
+    order = [text.index(part) for part in ("at 64 tokens |", "at 2,048 tokens", "forced* to", "8 requests")]
+    assert order == sorted(order)
+
+
+def test_readme_is_updated_in_its_marked_place_alone(filled: Path, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# x\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n")
+    assert report.update_readme(readme, filled) and not report.update_readme(readme, filled)
+    text = readme.read_text()
+    assert text.startswith("# x\n") and text.endswith("\n\nrest\n") and "old" not in text and "Some Card 9" in text
+    readme.write_text("nothing")
+    with pytest.raises(InvalidRequestError, match="no place for the tables"):
+        report.update_readme(readme, filled)
+
+
+def test_plot_is_svg_with_a_line_and_a_floor_for_each_setting(filled: Path) -> None:
+    svg = ElementTree.fromstring(report.plot(read(filled / "some-card-9.json")["figures"], "a < b"))
+    lines = svg.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 4 and sum("stroke-dasharray" in line.attrib for line in lines) == 2
+    for line in lines:
+        assert all(0 <= float(n) <= 720 for n in re.split(r"[ ,]", line.attrib["points"]))
+    with pytest.raises(InvalidRequestError, match="no decode figures"):
+        report.plot({}, "x")
+
+
+def test_every_kept_figure_names_its_command_and_versions() -> None:
+    files = read_all(RESULTS)
+    assert files, "there are no result files"
+    for slug, found in files.items():
+        for name, entry in found["figures"].items():
+            assert entry["command"] and entry["versions"] and entry["unit"], f"{slug}: {name}"
+
+
+def test_the_speeds_in_the_readme_are_those_of_the_result_files() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(re.escape(report.BEGIN) + r"\n(.*?)" + re.escape(report.END), text, re.S)
+    assert found, "README.md has no speed tables"
+    assert found[1].strip() == report.readme_tables(RESULTS), (
+        "run `ninfer bench table tests/bench/results --readme README.md`"
+    )
+
+
+def test_the_page_on_quality_is_that_of_its_results() -> None:
+    from tests.tools.quality import page
+
+    found = json.loads((RESULTS / "quality.json").read_text(encoding="utf-8"))
+    assert (ROOT / "docs/quality.md").read_text(encoding="utf-8") == page(found), (
+        "run `python -m tests.tools.quality --write docs/quality.md`"
+    )
