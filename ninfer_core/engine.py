@@ -29,7 +29,6 @@ from .errors import (
     EngineForkError,
     InvalidRequestError,
     NinferError,
-    UnsupportedError,
 )
 from .frontend.output import parse_text
 from .frontend.prompt import Frontend
@@ -65,6 +64,8 @@ class ModelCard(EngineInterface):
         self.config = artifact.config
         self.model_id = artifact.model_id
         self.frontend = _frontend(self._path, artifact)
+        if options.vision:
+            self.frontend = self.frontend.seeing(artifact.resources)
         limit = self.config.max_position_embeddings
         self._context = limit if options.context_length == "auto" else min(options.context_length, limit)
 
@@ -82,8 +83,8 @@ class ModelCard(EngineInterface):
 
     @property
     def vision(self) -> bool:
-        """Whether images can be read."""
-        return False
+        """Whether images and videos can be read: asked for, and the model has a vision tower."""
+        return self.spec.vision
 
     @property
     def profile(self) -> dict[str, Any]:
@@ -150,7 +151,9 @@ class ModelCard(EngineInterface):
         return {}
 
     def close(self) -> None:
-        """Nothing to free."""
+        """End the processes that have read media for counting, if any."""
+        if self.frontend.media is not None:
+            self.frontend.media.close()
 
 
 class Engine(ModelCard):
@@ -167,7 +170,9 @@ class Engine(ModelCard):
 
         artifact = _open(store.resolve(options.model))
         super().__init__(options, artifact)
-        loaded = load_model(artifact, options)
+        media = self.frontend.media
+        patches = media.most_patches if media is not None else 0
+        loaded = load_model(artifact, options, patches, self.frontend.tokenizer.addressable)
         self.route = loaded.route
         self.plan = loaded.plan
         self.draft_tokens = loaded.draft_tokens
@@ -191,6 +196,8 @@ class Engine(ModelCard):
             decorate=partial(_decorate, self.frontend.tokenizer),
             device=loaded.device,
             adaptive=options.adaptive_drafts,
+            tower=loaded.tower,
+            lanes=loaded.lanes,
         )
         self._pid = os.getpid()
         self._closing = threading.Lock()
@@ -204,7 +211,7 @@ class Engine(ModelCard):
         )
         warm = (self.frontend.tokenizer, self.frontend.eos_ids)  # a large vocabulary takes seconds to prepare
         threading.Thread(target=_warm_grammars, args=warm, name="ninfer-grammars", daemon=True).start()
-        self._finalizer = weakref.finalize(self, self._loop.stop)
+        self._finalizer = weakref.finalize(self, _stop, self._loop, media)
 
     @classmethod
     def load(
@@ -237,10 +244,6 @@ class Engine(ModelCard):
         tokens = prompt.token_ids
         if len(tokens) > self._context:
             raise ContextOverflowError(len(tokens), self._context)
-        if prompt.media and not self.vision:
-            raise UnsupportedError(
-                "there is no vision yet: this engine reads no images or videos; send text only", param="messages"
-            )
         from .runtime.sampler import Sampler
 
         params = resolve_sampling(request.sampling, self.frontend.generation_defaults(prompt.thinking))
@@ -300,6 +303,13 @@ class Engine(ModelCard):
         with self._closing:
             self._closed = True
             self._finalizer()
+
+
+def _stop(loop: Any, media: Any) -> None:
+    """What closing an engine ends: its thread, and the processes that decode media."""
+    loop.stop()
+    if media is not None:
+        media.close()
 
 
 def _warm_grammars(tokenizer: Any, eos_ids: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ the text; every other byte is the template's own.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -54,12 +55,39 @@ class MediaInput(Protocol):
     def text(self) -> str:
         """Ordinary text, vision markers and one pad token per feature."""
 
+    @property
+    def frames(self) -> Any:
+        """Pixels `[F, H, W, 3]` uint8, resized."""
 
-class MediaLoader(Protocol):
-    """Fetches and prepares media; raises `MediaError` for what cannot be read."""
+    @property
+    def mean(self) -> Sequence[float]:
+        """Normalisation: subtracted, as a share of 255."""
+
+    @property
+    def std(self) -> Sequence[float]:
+        """Normalisation: divided by, as a share of 255."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Slices, patch rows, patch columns."""
+
+    @property
+    def digest(self) -> bytes:
+        """Names its pixels and its grid."""
+
+
+class MediaReader(Protocol):
+    """Fetches and prepares media; raises `MediaError` for what cannot be read. `media.MediaLoader` does it."""
+
+    @property
+    def most_patches(self) -> int:
+        """Patch rows of the largest image or video."""
 
     def load(self, part: Image | Video) -> MediaInput:
         """Prepare one image or video."""
+
+    def close(self) -> None:
+        """Free what reading needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +264,7 @@ class Frontend:
         resources: Mapping[str, bytes],
         config: ModelConfig,
         *,
-        media: MediaLoader | None = None,
+        media: MediaReader | None = None,
         strict: bool = False,
     ) -> None:
         for name in ("tokenizer.json", "chat_template.jinja"):
@@ -272,6 +300,20 @@ class Frontend:
                     f"token ids are integers from 0 to {self.config.vocab_size - 1}"
                 )
         return tuple(dict.fromkeys([*ids, *(self.tokenizer.id(text) for text in ENDS)]))
+
+    def seeing(self, resources: Mapping[str, bytes]) -> Frontend:
+        """This frontend with images and videos read, by the model's own settings in `resources`.
+
+        Raises:
+            InvalidRequestError: the model has no vision tower. ContentError, MissingDependencyError: see `MediaLoader`.
+        """
+        if self.config.vision is None:
+            raise InvalidRequestError("vision is on, but the model has no vision tower; leave it off", param="vision")
+        from .media import MediaLoader
+
+        made = copy.copy(self)
+        made.media = MediaLoader(resources, self.config.vision)
+        return made
 
     def _clean(self, text: str) -> str:
         """Text from outside: no marks of ours; in strict mode no special token's spelling stays whole."""
@@ -410,8 +452,8 @@ class Frontend:
             return text, []
         if self.media is None:
             raise UnsupportedError(
-                f"the request has {len(media)} images or videos, but there is no "
-                "vision yet: this engine reads no images or videos; send text only",
+                f"the request has {len(media)} images or videos, but no vision tower is loaded; send text only, or "
+                "load a model that has one with vision=True (on the command line --vision)",
                 param="messages",
             )
         found = list(_MEDIUM.finditer(text))

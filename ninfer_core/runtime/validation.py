@@ -181,8 +181,8 @@ def _check_message(message: Message, where: str, vision: bool) -> None:
             raise InvalidRequestError(f"{path} must be Text, Image or Video, not {type(part).__name__}", param=path)
         elif not vision:
             raise UnsupportedError(
-                f"{path} is {'an image' if isinstance(part, Image) else 'a video'}, but the loaded model has no vision "
-                "tower; send text only or load a model with vision",
+                f"{path} is {'an image' if isinstance(part, Image) else 'a video'}, but no vision tower is loaded; "
+                "send text only, or load a model that has one with vision=True (on the command line --vision)",
                 param=path,
             )
         elif sum(x is not None for x in (part.data, part.path, part.url)) != 1:

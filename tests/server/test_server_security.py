@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ninfer_cli.server import fetch
-from ninfer_cli.server.fetch import Fetcher, globally_reachable
 from ninfer_cli.server.media import MediaReader, decode_base64
 from ninfer_cli.server.security import host_name
 from ninfer_cli.server.settings import ServerSettings
 
 from ninfer_core.errors import InvalidRequestError, MediaError
+from ninfer_core.frontend import fetch
+from ninfer_core.frontend.fetch import Fetcher, globally_reachable
 from ninfer_core.types import Image, Message, Request, Text
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]

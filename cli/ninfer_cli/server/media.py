@@ -9,9 +9,9 @@ from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from ninfer_core.errors import MediaError
+from ninfer_core.frontend.fetch import Fetcher
 from ninfer_core.types import Image, Message, Part, Request, Video
 
-from .fetch import Fetcher
 from .settings import ServerSettings
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from ninfer_core.errors import MediaError
+from ..errors import MediaError
 
 MAX_BYTES = 64 << 20
 MAX_REDIRECTS = 5
