@@ -8,7 +8,8 @@ The folder form holds
     model-00001-of-0000N.safetensors     grouped objects as their exact payload bytes (U8), the rest in its own dtype
 
 Object names, shapes and payload bytes are the same in both forms. Three levels of checks: structure (always, on open),
-inventory (on open, unless only inspecting), content (`Artifact.verify`, reads everything).
+inventory (on open, unless only inspecting), content (`Artifact.verify`, reads everything). Opening does not import
+torch, so that a model can be described at once; reading tensors does.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ import hashlib
 import json
 import os
 import shutil
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from . import quant
 from .config import PUBLISHED, ModelConfig, config_from_dict
 from .container import check_plain_name, parse_json, read_directory, read_safetensors
 from .errors import ContentError, GeometryError, InventoryError, UnknownIdentityError
 from .files import SourceFile, Stamp
+from .formats import payload_bytes
 from .inventory import FRONTEND, TOKEN_IDS, check_inventory, default_recipe, inventory, published_inventories
 from .manifest import CONFIG, MANIFEST, MAX_SHARD, manifest_json, read_manifest, shard_header, shard_plan, stored_as
+
+if TYPE_CHECKING:
+    import torch
 
 REQUIRED_FRONTEND = FRONTEND[:4]
 PREFIX = "frontend/"
@@ -203,15 +207,21 @@ class Artifact:
         Raises:
             ContentError, GeometryError: the file was changed or cut off after it was opened.
         """
+        import torch
+
         span = self._spans[name]
         out = torch.empty(span.nbytes, dtype=torch.uint8)
-        self._file(span.file).read_into(span.start, memoryview(out.numpy()))
+        self._file(span.file).read_into(span.start, out.numpy().data)
         return out
 
-    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor decoded to `dtype` in its logical shape (I32 stays int32)."""
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor decoded to `dtype` (default fp32) in its logical shape (I32 stays int32)."""
+        import torch
+
+        from . import quant
+
         info = self.tensors[name]
-        return quant.decode(self.payload(name), info.format, info.shape, dtype)
+        return quant.decode(self.payload(name), info.format, info.shape, dtype or torch.float32)
 
     def resource(self, name: str) -> bytes:
         """A frontend file, by its name without folder.
@@ -235,6 +245,10 @@ class Artifact:
         Raises:
             ContentError: a digest differs or a stored value violates its format; names the file or object.
         """
+        import torch
+
+        from . import quant
+
         files = self._verify_digests(published)
         official = self.form == "ninfer" and files[self.path.name] in PUBLISHED_FILES.values()
         done, total = 0, self.nbytes
@@ -325,7 +339,7 @@ def _open_folder(path: Path) -> Artifact:
         entry = headers[shard].get(name)
         if entry is None:
             raise InventoryError(f"{path / shard} does not hold {name!r}, which the manifest places there")
-        nbytes = quant.payload_bytes(fmt, shape)
+        nbytes = payload_bytes(fmt, shape)
         if (entry.dtype, entry.shape, entry.nbytes) != (*stored_as(fmt, shape, nbytes), nbytes):
             raise GeometryError(
                 f"{path / shard}: {name} is stored as {entry.dtype} {list(entry.shape)} with {entry.nbytes:,} bytes; "
@@ -381,13 +395,14 @@ def _bind_folder(artifact: Artifact, found: Mapping[str, tuple[tuple[int, ...], 
 def _check_draft_ids(artifact: Artifact) -> None:
     if "text/draft_head_token_ids" not in artifact.tensors:
         return
-    ids = artifact.tensor("text/draft_head_token_ids")
+    file, start = artifact.extent("text/draft_head_token_ids")
+    ids = array("i", file.read(start, artifact.tensors["text/draft_head_token_ids"].nbytes))
+    if sys.byteorder == "big":
+        ids.byteswap()
     limit = TOKEN_IDS.get(artifact.model_id, artifact.config.vocab_size)
-    if int(ids.min()) < 0 or int(ids.max()) >= limit:
-        raise ContentError(
-            f"text/draft_head_token_ids: ids {int(ids.min())} to {int(ids.max())} found, 0 to {limit - 1} allowed"
-        )
-    if ids.unique().numel() != ids.numel():
+    if min(ids) < 0 or max(ids) >= limit:
+        raise ContentError(f"text/draft_head_token_ids: ids {min(ids)} to {max(ids)} found, 0 to {limit - 1} allowed")
+    if len(set(ids)) != len(ids):
         raise ContentError("text/draft_head_token_ids: some token ids are repeated")
 
 
@@ -435,8 +450,8 @@ def write_artifact(
     tensors, payloads = {}, {}
     for name, fmt, shape, payload in objects:
         tensors[name], payloads[name] = (tuple(shape), fmt), payload
-        if payload.numel() != quant.payload_bytes(fmt, tensors[name][0]):
-            wanted = quant.payload_bytes(fmt, tensors[name][0])
+        if payload.numel() != payload_bytes(fmt, tensors[name][0]):
+            wanted = payload_bytes(fmt, tensors[name][0])
             raise GeometryError(
                 f"{name}: {fmt} {list(tensors[name][0])} takes {wanted:,} bytes, got {payload.numel():,}"
             )

@@ -34,6 +34,12 @@ RING = 16
 ROWS = 64
 """Most rows in a call of the fused path."""
 
+RESERVE = 512 << 20
+"""Device memory beside the plan: compiled kernels, CUDA graphs, fragments, and what other programs ask for."""
+
+OVERHEAD = RESERVE + (512 << 20)
+"""What a process takes beside the plan in all: the driver's context too."""
+
 _ALLOWED = {"token_embedding": ("Q6", "W8"), "shared_down": ("W8",)}
 _FUSED = {
     "gate_value": "query_key",
@@ -158,6 +164,7 @@ def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) 
         pairs = config.num_experts_per_tok
         total += rows * (4 * (config.num_experts + 1) + 8 * config.moe_intermediate_size + 8 * pairs)
         total += rows * (pairs + 1) * config.moe_intermediate_size // 32 * 36
+        total += config.num_experts * (rows + 1) * 4 + rows * pairs * hidden * 4
     else:
         total += activation(config.intermediate_size, 1)
     return total + rows * (512 + config.vocab_size * 4 + config.vocab_size // 32 * 8)

@@ -32,7 +32,7 @@ class Source(Protocol):
     @property
     def tensors(self) -> Mapping[str, object]: ...  # noqa: D102
 
-    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor: ...  # noqa: D102
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,15 @@ def load_weights(
     """
     names = artifact.tensors
     return _Builder(artifact.config, artifact.tensor, set(names), torch.device(device), dtype).weights(mtp, vision)
+
+
+def load_tower(artifact: Source, config: VisionConfig, device: torch.device | str, dtype: torch.dtype) -> VisionWeights:
+    """Decode the vision tower of an artifact alone; see `load_weights`.
+
+    Raises:
+        ArtifactError: an object is missing or damaged.
+    """
+    return _Builder(artifact.config, artifact.tensor, set(artifact.tensors), torch.device(device), dtype).vision(config)
 
 
 def from_state_dict(

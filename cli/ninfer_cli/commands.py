@@ -1,11 +1,10 @@
-"""The commands that read or make artifacts: list, show, inspect, convert."""
+"""The commands that read or make artifacts: list, inspect, convert."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,9 @@ from ninfer_core.errors import ConvertError
 from .display import Console, Progress, ago, size, table
 
 if TYPE_CHECKING:
-    from ninfer_core.artifact import Artifact
-    from ninfer_core.config import ModelConfig
+    from ninfer_core.artifact import TensorInfo
+
+FORMAT_HEADER = ("FORMAT", "TENSORS", "WEIGHTS", "BYTES", "BITS")
 
 
 def list_models(console: Console, environ: Mapping[str, str], *, as_json: bool) -> None:
@@ -27,7 +27,7 @@ def list_models(console: Console, environ: Mapping[str, str], *, as_json: bool) 
     if as_json:
         console.json(
             {
-                "models": [_entry_json(entry) for entry in usable],
+                "models": [entry_json(entry) for entry in usable],
                 "unusable": [
                     {"name": entry.name, "path": str(entry.path), "problem": entry.problem} for entry in broken
                 ],
@@ -45,7 +45,8 @@ def list_models(console: Console, environ: Mapping[str, str], *, as_json: bool) 
         console.note(f"not usable: {entry.path}: {entry.problem}")
 
 
-def _entry_json(entry: store.ModelEntry) -> dict[str, Any]:
+def entry_json(entry: store.ModelEntry) -> dict[str, Any]:
+    """An installed model as `list --json` and `show --json` give it."""
     return {
         "name": entry.name,
         "model_id": entry.model_id,
@@ -57,80 +58,13 @@ def _entry_json(entry: store.ModelEntry) -> dict[str, Any]:
     }
 
 
-# --- show ------------------------------------------------------------------------------------------------------------
+# --- what show and inspect share ------------------------------------------------------------------------------------
 
 
-def show(model: str, console: Console, environ: Mapping[str, str], *, template: bool, as_json: bool) -> None:
-    """Print what a model is, or its chat template alone."""
-    from ninfer_core.artifact import Artifact
-
-    entry = store.describe(model, environ)
-    with Artifact.open(entry.path) as artifact:
-        text = artifact.resource("chat_template.jinja").decode("utf-8", "replace")
-        if template:
-            if as_json:
-                console.json({"template": text})
-            else:
-                console.write(text if text.endswith("\n") else text + "\n")
-            return
-        facts = _facts(entry, artifact, text)
-    if as_json:
-        console.json(facts)
-    else:
-        for line in _fact_lines(facts):
-            console.line(line)
-
-
-def _facts(entry: store.ModelEntry, artifact: Artifact, template: str) -> dict[str, Any]:
-    config = artifact.config
-    formats = _by_format(artifact)
-    weights = sum(row["weights"] for row in formats)
-    return {
-        **_entry_json(entry),
-        "context_length": config.max_position_embeddings,
-        "capabilities": _capabilities(config, template),
-        "architecture": _architecture(config),
-        "weights": weights,
-        "bits_per_weight": 8 * artifact.nbytes / weights,
-        "formats": formats,
-        "recipe": artifact.recipe or None,
-        "encoder": artifact.encoder or None,
-        "files": _files(entry),
-        "licence": entry.known.licence if entry.known else None,
-        "checkpoint": (entry.known.checkpoint if entry.known else "") or None,
-    }
-
-
-def _capabilities(config: ModelConfig, template: str) -> list[str]:
-    """What the model and its template offer to the engine; a stored vision tower is not read yet."""
-    found = ["completion"]
-    if "<think>" in template:
-        found.append("thinking")
-    if "tools" in template:
-        found.append("tools")
-    if config.mtp_num_hidden_layers:
-        found.append("drafting")
-    return found
-
-
-def _architecture(config: ModelConfig) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "layers": config.num_hidden_layers,
-        "attention_layers": len(config.attention_layers),
-        "gated_delta_layers": len(config.gdn_layers),
-        "hidden_size": config.hidden_size,
-        "vocabulary": config.vocab_size,
-        "vision_tower": config.vision is not None,
-    }
-    if config.is_moe:
-        facts |= {"experts": config.num_experts, "experts_per_token": config.num_experts_per_tok}
-    return facts
-
-
-def _by_format(artifact: Artifact) -> list[dict[str, Any]]:
+def by_format(tensors: Iterable[TensorInfo]) -> list[dict[str, Any]]:
     """Per format, largest first: tensors, weights, bytes, bits per weight (scales and padding included)."""
     rows: dict[str, dict[str, Any]] = {}
-    for info in artifact.tensors.values():
+    for info in tensors:
         row = rows.setdefault(info.format, {"format": info.format, "tensors": 0, "weights": 0, "bytes": 0})
         row["tensors"] += 1
         row["weights"] += math.prod(info.shape)
@@ -140,41 +74,8 @@ def _by_format(artifact: Artifact) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: -row["bytes"])
 
 
-def _files(entry: store.ModelEntry) -> list[dict[str, Any]]:
-    """Name, bytes and sha256 of each file; a single `.ninfer` file does not store its digest, so that is None."""
-    if entry.form == "ninfer":
-        return [{"name": entry.path.name, "bytes": entry.size, "sha256": None}]
-    listed = json.loads((entry.path / store.MANIFEST).read_bytes())["files"]
-    return [{"name": name, "bytes": item["bytes"], "sha256": item["sha256"]} for name, item in listed.items()]
-
-
-def _fact_lines(facts: dict[str, Any]) -> list[str]:
-    a = facts["architecture"]
-    shape = f"{a['layers']} layers ({a['attention_layers']} attention, {a['gated_delta_layers']} gated delta)"
-    if "experts" in a:
-        shape += f", {a['experts']} experts ({a['experts_per_token']} per token)"
-    shape += ", a vision tower" if a["vision_tower"] else ""
-    shape += f", hidden size {a['hidden_size']:,}, vocabulary {a['vocabulary']:,}"
-    pairs = [
-        ("name", facts["name"]),
-        ("model", facts["model_id"] + (f" (from {facts['checkpoint']})" if facts["checkpoint"] else "")),
-        ("path", facts["path"]),
-        ("size", f"{size(facts['size'])} ({facts['size']:,} bytes)"),
-        ("context", f"{facts['context_length']:,} tokens"),
-        ("can do", ", ".join(facts["capabilities"])),
-        ("shape", shape),
-        ("weights", f"{facts['weights']:,}, {facts['bits_per_weight']:.2f} bits each"),
-        ("licence", facts["licence"] or "not stated"),
-    ]
-    if facts["recipe"]:
-        pairs.append(("made by", f"recipe {facts['recipe']}, encoder {facts['encoder']}"))
-    lines = [f"{label:<10} {text}" for label, text in pairs]
-    lines += ["", *table(("FORMAT", "TENSORS", "WEIGHTS", "BYTES", "BITS"), _format_rows(facts), right=(1, 2, 3, 4))]
-    rows = [(item["name"], f"{item['bytes']:,}", item["sha256"] or "not stored") for item in facts["files"]]
-    return [*lines, "", *table(("FILE", "BYTES", "SHA256"), rows, right=(1,))]
-
-
-def _format_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
+def format_rows(facts: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The cells of `FORMAT_HEADER` for `facts["formats"]`."""
     return [
         (
             row["format"],
@@ -208,7 +109,7 @@ def inspect(file: str, console: Console, *, verify: bool, as_json: bool, quiet: 
             "tensors": tensors,
             "resources": resources,
             "tensor_bytes": artifact.nbytes,
-            "formats": _by_format(artifact),
+            "formats": by_format(artifact.tensors.values()),
             "verified": None,
         }
         if verify:
@@ -229,7 +130,7 @@ def _object_lines(value: dict[str, Any]) -> Sequence[str]:
         for item in value["tensors"]
     ]
     lines = table(("OBJECT", "SHAPE", "FORMAT", "BYTES"), rows, right=(3,))
-    lines += ["", *table(("FORMAT", "TENSORS", "WEIGHTS", "BYTES", "BITS"), _format_rows(value), right=(1, 2, 3, 4))]
+    lines += ["", *table(FORMAT_HEADER, format_rows(value), right=(1, 2, 3, 4))]
     lines += ["", f"{value['model_id']}: {len(value['tensors']):,} tensors, {value['tensor_bytes']:,} bytes"]
     verified = value["verified"]
     if verified:

@@ -249,9 +249,9 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what a model can do, how it is stored and what its files are."""
-    from . import commands
+    from .show import show as run
 
-    commands.show(model, Console(os.environ), os.environ, template=template, as_json=as_json)
+    run(model, Console(os.environ), os.environ, template=template, as_json=as_json)
 
 
 @app.command()

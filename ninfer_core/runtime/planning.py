@@ -11,14 +11,11 @@ import torch
 
 from ..config import ModelConfig
 from ..errors import InvalidRequestError, MemoryPlanError
-from ..footprint import Footprint
+from ..footprint import RESERVE, Footprint
 from .options import PAGE, EngineOptions
 
 SHARE = 0.8
 """Part of the free host memory that `memory="auto"` may take on the CPU."""
-
-RESERVE = 512 << 20
-"""Device memory that `memory="auto"` leaves: compiled kernels, CUDA graphs, and what other programs ask for."""
 
 KEPT = 4
 """Checkpoints that a context of "auto" leaves room for, where a quarter of the memory holds as many."""

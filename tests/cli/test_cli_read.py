@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,45 @@ def test_show_json_adds_up(cli, folder: Path) -> None:
     for file in facts["files"]:
         data = (folder / "tiny" / file["name"]).read_bytes()
         assert (file["bytes"], file["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_show_says_what_a_gpu_needs(cli) -> None:
+    memory = json.loads(cli("show", "tiny", "--json").stdout)["memory"]
+    for row in memory["contexts"]:
+        parts = ("weights", "kv_cache", "state", "buffers", "driver")
+        assert row["total"] == sum(row[key] for key in parts) and all(row[key] > 0 for key in parts)
+    assert [row["context"] for row in memory["contexts"]] == [4096]
+    lines = cli("show", "tiny").stdout.splitlines()
+    (header,) = (line for line in lines if line.startswith("CONTEXT"))
+    assert all(word in header for word in ("KV CACHE", "TOTAL", "24 GB", "80 GB"))
+    assert any(line.startswith("longest context") for line in lines)
+
+
+def test_show_describes_published_models_that_are_not_installed(cli) -> None:
+    for name, stored in (("qwen3.6:27b", 17_482_342_304), ("Qwen/Qwen3.6-35B-A3B", 22_360_205_000)):
+        result = cli("show", name, "--json")
+        assert "is not installed" in result.stderr
+        facts = json.loads(result.stdout)
+        assert facts["path"] is None and abs(facts["size"] - stored) < 400_000  # the rest are gaps and frontend files
+        by_context = {row["context"]: row["total"] for row in facts["memory"]["contexts"]}
+        assert list(by_context) == [4_096, 32_768, 131_072, 262_144]
+        assert by_context[262_144] < 31.5e9
+        longest = {card["name"]: card["longest"] for card in facts["memory"]["cards"]}
+        assert longest["32 GB"] == longest["80 GB"] == 262_144
+    assert "not installed" in cli("show", "qwen3.6:27b").stdout
+
+
+def test_show_does_not_wait_for_torch(folder: Path) -> None:
+    code = (
+        "import os, sys; os.environ['NINFER_MODELS'] = sys.argv[1]\n"
+        "from ninfer_cli.main import main\n"
+        "sys.argv = ['ninfer', 'show', 'tiny']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "longest context" in done.stdout
 
 
 def test_show_template(cli, folder: Path) -> None:
@@ -179,7 +220,7 @@ def test_bad_files_end_with_6_and_one_line(cli, tmp_path: Path, data: bytes, say
 def test_unknown_models_end_with_3(cli) -> None:
     result = cli("show", "tinny", code=3)
     assert "did you mean tiny" in result.stderr
-    assert "is not installed" in cli("show", "Qwen/Qwen3.6-27B", code=3).stderr
+    assert "is not installed" in cli("show", "Qwen/Qwen3.6-27B", "--template", code=3).stderr
     assert "private-model" in cli("show", "private", code=6).stderr
 
 
