@@ -26,20 +26,25 @@ PROGRAM = """
     from ninfer_cli.server import command
     from ninfer_cli.server.address import parse_address
     from ninfer_cli.server.settings import ServerSettings
+    from ninfer_core import store
     from ninfer_core.errors import ModelNotFoundError
     from ninfer_core.testing import Delay, Script, ScriptedEngine
 
     mode, port = sys.argv[1], int(sys.argv[2])
 
-    def load():
-        time.sleep(float(sys.argv[3]))
-        if mode == "broken":
-            raise ModelNotFoundError("no such model")
-        return ScriptedEngine(Script(["x</think>" + "word " * 400], rate=100))
+    class Models:
+        def find(self, name):
+            return store.describe("demo")
+
+        def load(self, path):
+            time.sleep(float(sys.argv[3]))
+            if mode == "broken":
+                raise ModelNotFoundError("no such model")
+            return ScriptedEngine(Script(["x</think>" + "word " * 400], rate=100))
 
     settings = ServerSettings(port=port, shutdown_grace=0.5, api_keys=("k",) if mode == "keys" else ())
     try:
-        sys.exit(command.run(settings, parse_address("127.0.0.1", port), "scripted", load))
+        sys.exit(command.run(settings, parse_address("127.0.0.1", port), "scripted", Models()))
     except ModelNotFoundError as error:
         print("error:", error, file=sys.stderr)
         sys.exit(3)

@@ -188,9 +188,9 @@ def router(server: Server) -> APIRouter:
         """Create a message, streamed or whole."""
         body = await read_request(http, MessagesRequest, limit)
         record = http.scope["state"]["record"]
-        record.model, record.stream = server.model_name(body.model), bool(body.stream)
+        model, record.stream = await server.use(http, body.model), bool(body.stream)
         request, record.dropped = to_request(body, server)
-        model, window = record.model, server.card.context_length
+        window = server.card.context_length
         beta = http.headers.get("anthropic-beta", "")
         return await respond(
             server,
@@ -205,7 +205,7 @@ def router(server: Server) -> APIRouter:
     async def count_tokens(http: HttpRequest) -> JsonResponse:
         """The prompt length of a request, exactly as its later usage."""
         body = await read_request(http, CountTokensRequest, limit)
-        server.model_name(body.model)
+        await server.use(http, body.model)
         request, _ = to_request(body, server)
 
         def count() -> int:

@@ -26,10 +26,11 @@ from . import anthropic, models, ollama, openai_chat, openai_completions, openai
 from .body import ClientGoneError
 from .context import Fairness, RequestRecord, Server
 from .errors import Fault, HttpError, body_of, dialect_of, fault_of, status_of
+from .host import ModelHost
 from .media import MediaReader
 from .metrics import Metrics
-from .models import ModelCard
 from .openai_responses import ResponseStore
+from .pulls import Pulls
 from .requestlog import RequestLog
 from .security import ApiKeys, HostGuard, Origins, presented_key, tag_answer
 from .settings import ServerSettings
@@ -39,21 +40,25 @@ logger = logging.getLogger("ninfer.server")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def build_app(engine: Any, settings: ServerSettings | None = None, *, artifact: Path | None = None) -> FastAPI:
+def build_app(
+    engine: Any | ModelHost, settings: ServerSettings | None = None, *, artifact: Path | None = None
+) -> FastAPI:
     """The application over a loaded engine (or anything with an engine's interface, such as `ScriptedEngine`).
 
     `artifact` is the path of the loaded model, for its size and digest in the model lists. The caller closes the
-    engine. The shared state is `app.state.server`.
+    engine. In place of an engine, a `ModelHost` switches between the installed models. The shared state is
+    `app.state.server`.
     """
     settings = settings or ServerSettings()
-    metrics = Metrics(str(engine.served_names[0]), settings.metrics_compat)
-    metrics.engine = engine
+    host = engine if isinstance(engine, ModelHost) else ModelHost.fixed(engine, settings, artifact)
+    metrics = Metrics(host.last.card.name, settings.metrics_compat)
+    metrics.engine = host
     server = Server(
-        engine=engine,
+        host=host,
         settings=settings,
         metrics=metrics,
         log=RequestLog(settings.request_log),
-        card=ModelCard.of(engine, artifact),
+        pulls=Pulls(),
         store=ResponseStore(settings.stored_responses, settings.response_ttl),
         media=MediaReader(settings),
         fairness=Fairness(settings.slots + settings.max_queue),
@@ -63,6 +68,7 @@ def build_app(engine: Any, settings: ServerSettings | None = None, *, artifact: 
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         server.stop_generations()
+        server.pulls.stop()
         server.workers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(server.log.close)
 
@@ -168,6 +174,9 @@ class RequestContext:
                 raise
             await _error_response(scope, fault_of(error), record.request_id)(scope, receive, tagged)
         finally:
+            lease = scope["state"].get("lease")
+            if lease is not None:
+                lease.release()
             route = scope.get("route")
             pattern = str(getattr(route, "path", "unknown"))
             gone = record.outcome == "disconnect"

@@ -6,45 +6,53 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ninfer_core import store
 from ninfer_core.errors import EngineBusyError
+from ninfer_core.store import ModelEntry
 
+from . import host as hosting
 from .app import build_app
 from .errors import body_of, dialect_of, fault_of, status_of
+from .host import ModelHost, loaded
 from .security import OPEN_PATHS, ApiKeys, HostGuard
 from .settings import ServerSettings
 from .wire import JsonResponse
-
-if TYPE_CHECKING:
-    from ninfer_core.engine import Engine
 
 logger = logging.getLogger("ninfer.server")
 HEADER_LIMIT = 64 << 10
 
 
+class Models(hosting.Models, Protocol):
+    """Where engines come from, and which model a name means at the start."""
+
+    def find(self, name: str) -> ModelEntry:
+        """The installed model; an empty name is the one to serve when none was named."""
+
+
 class Boot:
     """An ASGI application in front of the real one, which exists once the model is loaded."""
 
-    def __init__(self, settings: ServerSettings, load: Callable[[], Engine], model: str) -> None:
-        self.settings, self.model = settings, model
+    def __init__(self, settings: ServerSettings, models: Models, model: str) -> None:
+        self.settings, self.models, self.model = settings, models, model
         self.error: Exception | None = None
-        self.engine: Engine | None = None
+        self.host: ModelHost | None = None
         self.app: Any = None
-        self._load = load
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def load(self, stop: Callable[[], None]) -> None:
         """Load the model and take requests; `stop` ends the server if that fails."""
         try:
-            self.engine = self._load()
-            spec = getattr(self.engine, "spec", None)
-            path = None if spec is None else store.resolve(spec.model)
-            self.app = build_app(self.engine, self.settings, artifact=path)
+            entry = self.models.find(self.model)
+            first = loaded(self.models.load(str(entry.path)), str(entry.path), entry.path, entry.name)
+            self.host = ModelHost(self.settings, first, self.models)
+            self.app = build_app(self.host, self.settings)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self.host.touch)
         except Exception as error:
             self.error = error
             stop()
@@ -54,9 +62,10 @@ class Boot:
     def close(self) -> None:
         """Close the log and the engine."""
         if self.app is not None:
+            self.app.state.server.pulls.stop()
             self.app.state.server.log.close()
-        if self.engine is not None:
-            self.engine.close()
+        if self.host is not None:
+            self.host.close()
 
     def stop_generations(self) -> None:
         """Cancel everything that runs."""
@@ -71,6 +80,7 @@ class Boot:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand over to the application, or answer that the model is loading."""
         if scope["type"] == "lifespan":
+            self._loop = asyncio.get_running_loop()
             await _lifespan(receive, send)
         elif self.app is not None:
             await self.app(scope, receive, send)

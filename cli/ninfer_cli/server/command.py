@@ -5,26 +5,37 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ninfer_core import store
 from ninfer_core.errors import InvalidRequestError, MissingDependencyError
 
 from .. import exits
+from ..options import complete_model
 from .address import Address, bind, holder_of, parse_address
+from .durations import parse_duration
 from .settings import DEFAULT_PORT, ServerSettings
 
 if TYPE_CHECKING:
     from ninfer_core.engine import Engine
 
-Loader = Callable[[], "Engine"]
+    from .boot import Models
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name or path of an artifact.")] = "demo",
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Name or path of an artifact to load first; requests can ask for any other installed one. "
+            "[default: a published model if one is installed, else demo]",
+            autocompletion=complete_model,
+        ),
+    ] = "",
     host: Annotated[
         str,
         typer.Option(envvar="NINFER_HOST", help="Address to listen on: host, :port, host:port, [::1]:port or a URL."),
@@ -82,12 +93,23 @@ def serve(
     queue_timeout: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds a request may wait for its turn before it gets a 503.")
     ] = None,
+    unload_after: Annotated[
+        str,
+        typer.Option(
+            "--keep-alive",
+            envvar="NINFER_KEEP_ALIVE",
+            help="How long an unused model stays loaded: seconds, 5m, 1h30m, or -1 for ever.",
+        ),
+    ] = "-1",
+    load_timeout: Annotated[
+        str, typer.Option(envvar="NINFER_LOAD_TIMEOUT", help="How long a request waits while its model is loaded.")
+    ] = "5m",
     shutdown_grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end.")] = 10.0,
     request_log: Annotated[
         str | None, typer.Option(metavar="FILE", help="Append one JSON line per request; - writes to stderr.")
     ] = None,
 ) -> None:
-    """Serve the model to OpenAI, Anthropic and Ollama clients."""
+    """Serve models to OpenAI, Anthropic and Ollama clients, one loaded at a time."""
     address = parse_address(host, port)
     settings = ServerSettings(
         host=address.host,
@@ -102,6 +124,8 @@ def serve(
         slots=parallel,
         max_queue=max_queue,
         shutdown_grace=shutdown_grace,
+        unload_after=parse_duration(unload_after, "NINFER_KEEP_ALIVE"),
+        load_timeout=parse_duration(load_timeout, "NINFER_LOAD_TIMEOUT"),
         reasoning_field=_reasoning_field(reasoning_field),
         metrics_compat=frozenset(_words(metrics_compat)),
         media_domains=None if allow_remote_media is None else _domains(allow_remote_media),
@@ -119,12 +143,33 @@ def serve(
     }
     fields |= {name: value for name, value in given.items() if value is not None}
 
-    def load() -> Engine:
+    raise typer.Exit(run(settings, address, model, InstalledModels(fields)))
+
+
+class InstalledModels:
+    """The models of this machine as engines with the server's options."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def find(self, name: str) -> store.ModelEntry:
+        """The installed model of a name; of no name a published model, the first by name, or the demo."""
+        if name:
+            return store.describe(name)
+        entries = [entry for entry in store.installed() if entry.known and entry.known.repository]
+        return entries[0] if entries else store.describe("demo")
+
+    def load(self, path: str) -> Engine:
+        """A loaded engine."""
         from ninfer_core.engine import Engine
 
-        return Engine.load(model, **fields)
+        return Engine.load(path, **self._fields)
 
-    raise typer.Exit(run(settings, address, model, load))
+    def describe(self, path: str) -> Any:
+        """The same without its weights."""
+        from ninfer_core.engine import EngineOptions, ModelCard
+
+        return ModelCard(EngineOptions(model=path, **self._fields))
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -155,8 +200,8 @@ def read_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def run(settings: ServerSettings, address: Address, model: str, load: Loader) -> int:
-    """Bind, answer "loading" while `load` works, then serve until a signal. The exit code.
+def run(settings: ServerSettings, address: Address, model: str, models: Models) -> int:
+    """Bind, answer "loading" while the first model is loaded, then serve until a signal. The exit code.
 
     Raises:
         NinferError: the model could not be loaded.
@@ -173,17 +218,17 @@ def run(settings: ServerSettings, address: Address, model: str, load: Loader) ->
         holder = holder_of(address)
         sys.stderr.write(
             f"error: cannot listen on {address.host}:{address.port}: {(error.strerror or str(error)).lower()}{holder}; "
-            f"choose another port, for example: ninfer serve {model} --port {address.port + 1}\n"
+            f"choose another port, for example: ninfer serve {model or 'MODEL'} --port {address.port + 1}\n"
         )
         return exits.PORT
     from .boot import Boot, GracefulServer
 
-    boot = Boot(settings, load, model)
+    boot = Boot(settings, models, model)
     server = GracefulServer(boot, settings)
     loading = threading.Thread(target=boot.load, args=(server.stop,), name="ninfer-load", daemon=True)
     loading.start()
     shown = f"http://{address.shown}:{sockets[0].getsockname()[1]}"
-    sys.stderr.write(f"ninfer: listening on {shown}, loading {model}\n")
+    sys.stderr.write(f"ninfer: listening on {shown}, loading {model or 'a model'}\n")
     try:
         server.run(sockets=sockets)
     finally:

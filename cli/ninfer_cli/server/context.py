@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,20 +11,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ninfer_core.errors import EngineBusyError, ModelNotFoundError
+from starlette.requests import Request as HttpRequest
+
+from ninfer_core.errors import EngineBusyError, ModelNotFoundError, NinferError
 from ninfer_core.types import Usage
 
+from .durations import parse_duration
 from .errors import Fault, fault_of
+from .host import ModelHost, lookup
 from .settings import ServerSettings
+from .wire import wait_for_disconnect
 
 if TYPE_CHECKING:
+    from ninfer_core.store import ModelEntry
+
+    from .card import ModelCard
     from .generation import Generation
     from .media import MediaReader
     from .metrics import Metrics
-    from .models import ModelCard
     from .openai_responses import ResponseStore
+    from .pulls import Pulls
     from .requestlog import RequestLog
 
+logger = logging.getLogger("ninfer.server")
 _FOREIGN_PREFIXES = ("claude-", "gpt-")
 
 
@@ -46,6 +57,7 @@ class RequestRecord:
     outcome: str | None = None
     error: Fault | None = None
     dropped: list[str] = field(default_factory=list)
+    load_seconds: float = 0.0
 
     def token_seen(self, metrics: Metrics) -> None:
         """Note an output event and the gap since the one before."""
@@ -123,45 +135,114 @@ class Fairness:
 class Server:
     """One running server."""
 
-    engine: Any
+    host: ModelHost
     settings: ServerSettings
     metrics: Metrics
     log: RequestLog
-    card: ModelCard
     store: ResponseStore
     media: MediaReader
     fairness: Fairness
+    pulls: Pulls
     workers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="ninfer-http"))
     started: float = field(default_factory=time.time)
     stopping: bool = False
     aliases: dict[str, None] = field(default_factory=dict)
     active: set[Generation] = field(default_factory=set)
 
-    def model_name(self, asked: str | None) -> str:
-        """The name to answer with for the `model` field of a request.
+    @property
+    def engine(self) -> Any:
+        """The loaded engine; a request that uses it holds a lease from `use`."""
+        return self.host.engine
+
+    @property
+    def card(self) -> ModelCard:
+        """What is said about the model that is loaded, or was last."""
+        return self.host.last.card
+
+    async def use(self, http: HttpRequest, asked: str | None, keep_alive: float | str | None = None) -> str:
+        """Have the model that a request asks for loaded until the request ends; the name to answer with.
+
+        The request body must have been read. `keep_alive` is how long the model stays afterwards.
 
         Raises:
-            ModelNotFoundError: neither a served name nor one that stands for "the default model".
+            ModelNotFoundError: neither a served or installed name nor one that stands for "the default model".
+            EngineBusyError: too many wait for a switch, or it takes too long.
+            ClientGoneError: the client left while waiting.
         """
+        seconds = None if keep_alive is None else parse_duration(keep_alive)
+        name, key, load_name = await self._target(asked)
+        record: RequestRecord = http.scope["state"]["record"]
+        record.model = name
+        lease = await self.host.acquire(key, load_name, seconds, lambda: wait_for_disconnect(http.receive))
+        record.load_seconds = lease.waited
+        http.scope["state"]["lease"] = lease
+        return name
+
+    async def _target(self, asked: str | None) -> tuple[str, str, str]:
+        """The name to answer with, the key of the model, and the name to load it by."""
+        known = self.known_name(asked)
+        if known is not None:
+            return known, self.host.last.key, self.host.last.names[0]
+        entry = await self.find(asked or "")
+        if entry is None:
+            raise self.not_found(asked or "")
+        return asked or entry.name, str(entry.path), entry.name
+
+    def known_name(self, asked: str | None) -> str | None:
+        """The name to answer with if the model that is loaded (or was last) is meant; reads no disk."""
         names = self.names
         if not asked:
-            return str(names[0])
-        if asked in names:
+            return names[0]
+        if asked in names or normal_name(asked) in {normal_name(name) for name in names}:
             return asked
-        wanted = normal_name(asked)
-        for name in names:
-            if normal_name(name) == wanted:
-                return asked
         if not self.settings.strict_models and asked.lower().startswith(_FOREIGN_PREFIXES):
             return asked
-        raise ModelNotFoundError(
-            f"model {asked!r} not found, try pulling it first; this server has {', '.join(names)}", param="model"
+        return None
+
+    def not_found(self, asked: str) -> ModelNotFoundError:
+        """The error for a name that nothing has."""
+        return ModelNotFoundError(
+            f"model {asked[:200]!r} not found, try pulling it first; this server has {', '.join(self.names)}",
+            param="model",
         )
+
+    async def find(self, asked: str) -> ModelEntry | None:
+        """The installed model of a name, loaded or not."""
+        if not self.host.switches or not asked:
+            return None
+        return lookup(await asyncio.to_thread(self.host.installed), asked, normal_name)
+
+    async def listed(self) -> list[tuple[str, ModelCard]]:
+        """All names that can be asked for with their cards: those of the loaded model, then what is installed."""
+        out = [(name, self.card) for name in self.names]
+        seen = {normal_name(name) for name in self.names}
+        for entry in await asyncio.to_thread(self.host.installed):
+            if normal_name(entry.name) in seen:
+                continue
+            try:
+                out.append((entry.name, await asyncio.to_thread(self.host.card_of, entry)))
+            except NinferError as error:
+                logger.warning("%s is installed, but cannot be described: %s", entry.name, error)
+        return out
+
+    async def describe(self, asked: str) -> tuple[str, ModelCard]:
+        """The name and card of one model, which need not be loaded.
+
+        Raises:
+            ModelNotFoundError: there is none of that name.
+        """
+        known = self.known_name(asked)
+        if known is not None:
+            return known, self.card
+        entry = await self.find(asked)
+        if entry is None:
+            raise self.not_found(asked)
+        return asked, await asyncio.to_thread(self.host.card_of, entry)
 
     @property
     def names(self) -> list[str]:
-        """Served names, the main one first, then what clients added as copies."""
-        return [*map(str, self.engine.served_names), *self.aliases]
+        """Names of the loaded model, the main one first, then what clients added as copies."""
+        return [*self.host.names_of_loaded(), *self.aliases]
 
     def text_of(self, prompt: str | Sequence[int]) -> str:
         """The text of a raw prompt."""
@@ -176,7 +257,7 @@ class Server:
     @property
     def template(self) -> str:
         """The chat template's source."""
-        return str(self.engine.frontend.template.source)
+        return self.card.template
 
     @property
     def tokenizer(self) -> Any:

@@ -1,117 +1,26 @@
-"""What the server says about its model: one card, and the model lists of the OpenAI and Anthropic interfaces."""
+"""The model lists of the OpenAI and Anthropic interfaces."""
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 
-from ninfer_core import __version__
-from ninfer_core.errors import ArtifactError, ModelNotFoundError
+from ninfer_core.errors import ModelNotFoundError
 
 from .answer import documented
-from .context import Server
+from .card import ModelCard, rfc3339
 from .wire import JsonResponse
 
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """The loaded model for people and programs. `size` in bytes; `modified` in seconds since the epoch."""
-
-    name: str
-    context_length: int
-    vision: bool
-    video: bool
-    tools: bool
-    thinking: bool
-    structured: bool
-    size: int
-    digest: str
-    modified: float
-    family: str
-    parameter_size: str
-    quantization: str
-    licence: str
-
-    @classmethod
-    def of(cls, engine: Any, path: Path | None = None) -> ModelCard:
-        """The card of a loaded engine; `path` is its artifact, for size and digest."""
-        profile = engine.profile
-        name = str(engine.served_names[0])
-        entry = None
-        if path is not None:
-            from ninfer_core.store import inspect_path
-
-            try:
-                entry = inspect_path(path, name)
-            except (ArtifactError, OSError):
-                entry = None
-        seed = f"{name}/{__version__}/{engine.context_length}"
-        known = entry.known if entry else None
-        return cls(
-            name=name,
-            context_length=engine.context_length,
-            vision=bool(profile.get("image_inputs")),
-            video=bool(profile.get("video_inputs")),
-            tools=bool(profile.get("tool_calling")),
-            thinking=bool(profile.get("reasoning_output")),
-            structured=bool(profile.get("structured_output")),
-            size=entry.size if entry else 0,
-            digest=entry.digest if entry else hashlib.sha256(seed.encode()).hexdigest(),
-            modified=entry.modified if entry else time.time(),
-            family="qwen36moe" if "35b" in name.lower() else "qwen36",
-            parameter_size=_parameter_size(name),
-            quantization="mixed Q4-W8",
-            licence=known.licence if known else "",
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes whenever the same seed could give other text: engine version, weights, window."""
-        text = f"{__version__}/{self.digest}/{self.context_length}"
-        return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
-
-    @property
-    def capabilities(self) -> list[str]:
-        """Ollama's words for what the model can do."""
-        flags = {"completion": True, "tools": self.tools, "thinking": self.thinking, "vision": self.vision}
-        return [name for name, present in flags.items() if present]
-
-    @property
-    def modified_at(self) -> str:
-        """RFC 3339 time of the artifact."""
-        return rfc3339(self.modified)
-
-    @property
-    def modalities(self) -> list[str]:
-        """Kinds of input."""
-        return ["text", *(["image"] if self.vision else []), *(["video"] if self.video else [])]
+if TYPE_CHECKING:
+    from .context import Server
 
 
-def _parameter_size(name: str) -> str:
-    lowered = name.lower()
-    for mark, size in (("35b", "35B"), ("27b", "27B")):
-        if mark in lowered:
-            return size
-    return "small"
-
-
-def rfc3339(seconds: float) -> str:
-    """UTC time with microseconds, as every client's date parser accepts it."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def openai_entry(server: Server, name: str) -> dict[str, Any]:
+def openai_entry(card: ModelCard, name: str) -> dict[str, Any]:
     """A model in OpenAI's shape, with the fields that user interfaces look for."""
-    card = server.card
     return {
         "id": name,
         "object": "model",
@@ -124,9 +33,8 @@ def openai_entry(server: Server, name: str) -> dict[str, Any]:
     }
 
 
-def anthropic_entry(server: Server, name: str) -> dict[str, Any]:
+def anthropic_entry(card: ModelCard, name: str) -> dict[str, Any]:
     """A model in Anthropic's shape."""
-    card = server.card
     yes, no = {"supported": True}, {"supported": False}
     return {
         "type": "model",
@@ -180,11 +88,11 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/v1/models", **documented())
     async def list_models(http: HttpRequest) -> JsonResponse:
-        """The served names."""
-        names = server.names
+        """Everything that can be asked for, the loaded model first."""
+        listed = await server.listed()
         if "anthropic-version" in http.headers:
-            return JsonResponse(_page(anthropic_entry(server, name) for name in names))
-        return JsonResponse({"object": "list", "data": [openai_entry(server, name) for name in names]})
+            return JsonResponse(_page(anthropic_entry(card, name) for name, card in listed))
+        return JsonResponse({"object": "list", "data": [openai_entry(card, name) for name, card in listed]})
 
     @routes.get("/v1/models/{name:path}", **documented())
     async def get_model(http: HttpRequest, name: str) -> JsonResponse:
@@ -192,8 +100,8 @@ def router(server: Server) -> APIRouter:
         name = unquote(name)
         if not name or len(name) > 256:
             raise ModelNotFoundError("the model name is empty or too long", param="model")
-        found = server.model_name(name)
+        found, card = await server.describe(name)
         shape = anthropic_entry if "anthropic-version" in http.headers else openai_entry
-        return JsonResponse(shape(server, found))
+        return JsonResponse(shape(card, found))
 
     return routes

@@ -27,10 +27,11 @@ from ninfer_core.types import (
 from .answer import documented, respond
 from .anthropic import input_object
 from .body import read_request
+from .card import rfc3339
 from .common import call_id
-from .context import Server
+from .context import RequestRecord, Server
+from .durations import parse_duration
 from .errors import body_of, fault_of
-from .models import rfc3339
 from .ollama_input import bounded, chat_request, generate_request
 from .ollama_models import model_routes
 from .schemas import OllamaBase, OllamaChatRequest, OllamaGenerateRequest
@@ -39,14 +40,13 @@ from .wire import NDJSON, JsonResponse, ndjson
 _NAMES = {"response_format": "format", "stop": "options.stop", "max_tokens": "options.num_predict"}
 
 
-def done_fields(reason: str, usage: Usage, timings: Timings, arrived: float) -> dict[str, Any]:
+def done_fields(reason: str, usage: Usage, timings: Timings, record: RequestRecord) -> dict[str, Any]:
     """The fields of a last line. Durations are never zero: clients divide by them."""
-    total = time.monotonic() - arrived
     return {
         "done": True,
         "done_reason": "length" if reason == "length" else "stop",
-        "total_duration": _nanoseconds(total),
-        "load_duration": 1,
+        "total_duration": _nanoseconds(record.elapsed()),
+        "load_duration": _nanoseconds(record.load_seconds),
         "prompt_eval_count": usage.prompt_tokens,
         "prompt_eval_duration": _nanoseconds(timings.prefill),
         "eval_count": usage.completion_tokens,
@@ -76,8 +76,8 @@ def logprob_entries(logprobs: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
 class OllamaShape:
     """How a piece of output looks: in `message` for a chat, at the top level for a generation."""
 
-    def __init__(self, model: str, chat: bool, arrived: float, logprobs: bool) -> None:
-        self.model, self.chat, self.arrived, self.logprobs = model, chat, arrived, logprobs
+    def __init__(self, record: RequestRecord, chat: bool, logprobs: bool) -> None:
+        self.record, self.chat, self.logprobs = record, chat, logprobs
 
     def line(
         self,
@@ -92,7 +92,7 @@ class OllamaShape:
             body["thinking"] = thinking
         if calls:
             body["tool_calls"] = calls
-        line: dict[str, Any] = {"model": self.model, "created_at": rfc3339(time.time())}
+        line: dict[str, Any] = {"model": self.record.model, "created_at": rfc3339(time.time())}
         line |= {"message": body} if self.chat else body
         if self.logprobs and logprobs:
             line["logprobs"] = logprob_entries(logprobs)
@@ -131,7 +131,7 @@ class OllamaEncoder:
     def end(self, finishes: dict[int, Finish]) -> bytes:
         """The last line."""
         end = finishes[0]
-        line = self.shape.line() | done_fields(end.reason, end.usage, end.timings, self.shape.arrived)
+        line = self.shape.line() | done_fields(end.reason, end.usage, end.timings, self.shape.record)
         if self.truncated:
             line["truncated_messages"] = self.truncated
         return ndjson(line)
@@ -146,21 +146,25 @@ def complete(shape: OllamaShape, completion: Completion, truncated: int) -> dict
     message = completion.message
     calls = [call_object(call, index) for index, call in enumerate(message.tool_calls)]
     line = shape.line(completion.text, message.reasoning or "", calls, completion.logprobs)
-    line |= done_fields(completion.finish_reason, completion.usage, completion.timings, shape.arrived)
+    line |= done_fields(completion.finish_reason, completion.usage, completion.timings, shape.record)
     if truncated:
         line["truncated_messages"] = truncated
     return line
 
 
-def _unloads(keep_alive: float | str | None) -> bool:
-    if isinstance(keep_alive, str):
-        return keep_alive.strip() in ("0", "0s", "0m", "0h", "0ms")
-    return keep_alive == 0
-
-
-def _empty(shape: OllamaShape, body: OllamaBase) -> Response:
-    """No prompt: Ollama's way to load (or with `keep_alive` 0 to unload) a model. Ours stays loaded either way."""
-    line = shape.line() | {"done": True, "done_reason": "unload" if _unloads(body.keep_alive) else "load"}
+async def _empty(server: Server, http: HttpRequest, body: OllamaBase, chat: bool) -> Response:
+    """No prompt: Ollama's way to load a model, or with `keep_alive` 0 to unload it once its requests have ended."""
+    record = http.scope["state"]["record"]
+    if body.keep_alive is not None and parse_duration(body.keep_alive) == 0:
+        record.model, _ = await server.describe(body.model or "")
+        if server.known_name(body.model) is not None:
+            await server.host.unload()
+        reason = "unload"
+    else:
+        await server.use(http, body.model, body.keep_alive)
+        reason = "load"
+    shape = OllamaShape(record, chat, False)
+    line = shape.line() | {"done": True, "done_reason": reason}
     if body.stream is False:
         return JsonResponse(line)
     return Response(ndjson(line), media_type=NDJSON)
@@ -191,18 +195,19 @@ def router(server: Server) -> APIRouter:
     limit = server.settings.max_body_bytes
     model_routes(routes, server)
 
-    def shape_of(http: HttpRequest, body: OllamaBase, chat: bool) -> OllamaShape:
+    async def shape_of(http: HttpRequest, body: OllamaBase, chat: bool) -> OllamaShape:
         record = http.scope["state"]["record"]
-        record.model, record.stream = server.model_name(body.model), body.stream is not False
-        return OllamaShape(record.model, chat, record.arrived, bool(body.logprobs))
+        await server.use(http, body.model, body.keep_alive)
+        record.stream = body.stream is not False
+        return OllamaShape(record, chat, bool(body.logprobs))
 
     @routes.post("/api/chat", **documented(OllamaChatRequest))
     async def chat(http: HttpRequest) -> Response:
         """A chat turn, streamed unless `stream` is false."""
         body = await read_request(http, OllamaChatRequest, limit)
-        shape = shape_of(http, body, True)
         if not body.messages:
-            return _empty(shape, body)
+            return await _empty(server, http, body, True)
+        shape = await shape_of(http, body, True)
         request, http.scope["state"]["record"].dropped = chat_request(body, server)
         return await _answer(server, http, body, shape, request)
 
@@ -210,9 +215,9 @@ def router(server: Server) -> APIRouter:
     async def generate(http: HttpRequest) -> Response:
         """A generation from one prompt, streamed unless `stream` is false."""
         body = await read_request(http, OllamaGenerateRequest, limit)
-        shape = shape_of(http, body, False)
         if not body.prompt and not body.images:
-            return _empty(shape, body)
+            return await _empty(server, http, body, False)
+        shape = await shape_of(http, body, False)
         return await _answer(server, http, body, shape, generate_request(body, server))
 
     return routes

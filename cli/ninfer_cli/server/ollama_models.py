@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,19 +14,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ninfer_core import __version__
-from ninfer_core.errors import InvalidRequestError, ModelNotFoundError
-from ninfer_core.store import ModelEntry, describe, installed
+from ninfer_core.errors import InvalidRequestError, ModelNotFoundError, NinferError
+from ninfer_core.library import add_alias, remove
 
 from .answer import documented, readable
 from .body import read_body, read_request
+from .card import ModelCard, rfc3339
 from .context import Server, normal_name
-from .errors import HttpError
-from .models import ModelCard, rfc3339
+from .errors import HttpError, body_of, fault_of
 from .schemas import OllamaCopyRequest, OllamaNameRequest
-from .wire import NDJSON, JsonResponse, ndjson
+from .wire import NDJSON, JsonResponse, StreamResponse, ndjson
 
 # Clients refuse servers that report an older version than the features they use.
 OLLAMA_VERSION = "0.13.5"
+_FOR_EVER = 100 * 365 * 86_400.0
 
 
 def details(card: ModelCard) -> dict[str, Any]:
@@ -39,9 +43,8 @@ def details(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def tag(server: Server, name: str) -> dict[str, Any]:
-    """A served name in `/api/tags`."""
-    card = server.card
+def tag(card: ModelCard, name: str) -> dict[str, Any]:
+    """A model in `/api/tags`."""
     return {
         "name": name,
         "model": name,
@@ -53,16 +56,15 @@ def tag(server: Server, name: str) -> dict[str, Any]:
     }
 
 
-def show(server: Server) -> dict[str, Any]:
-    """`/api/show` of the loaded model; several clients decide by exactly these fields what it can do."""
-    card = server.card
+def show(card: ModelCard, template: str) -> dict[str, Any]:
+    """`/api/show`; several clients decide by exactly these fields what a model can do."""
     family = card.family
     sampling = {"num_ctx": card.context_length}
     return {
         "license": card.licence,
         "modelfile": f"FROM {card.name}\nPARAMETER num_ctx {card.context_length}\n",
         "parameters": "\n".join(f"{key} {value}" for key, value in sampling.items()),
-        "template": server.template,
+        "template": template,
         "details": details(card),
         "model_info": {
             "general.architecture": family,
@@ -75,11 +77,28 @@ def show(server: Server) -> dict[str, Any]:
     }
 
 
-def _known(server: Server, body: OllamaNameRequest) -> str:
-    name = body.model or body.name
+def loaded_entry(server: Server) -> dict[str, Any]:
+    """The loaded model in `/api/ps`, with what `ninfer ps` shows beside Ollama's own fields."""
+    host, card, stats = server.host, server.card, server.host.stats()
+    expires = host.expires if host.expires is not None else time.time() + _FOR_EVER
+    seconds, made = server.metrics.total("predicted_seconds"), server.metrics.total("generation_tokens")
+    return tag(card, card.name) | {
+        "expires_at": rfc3339(expires),
+        "size_vram": card.size,
+        "context_length": card.context_length,
+        "names": server.names,
+        "processor": str(getattr(host.engine, "route", "")).partition(":")[0] or "cpu",
+        "running": int(stats.get("running", 0)),
+        "waiting": int(stats.get("waiting", 0)),
+        "tokens_per_second": made / seconds if seconds else None,
+    }
+
+
+def _asked(body: OllamaNameRequest) -> str:
+    name = (body.model or body.name or "").strip()
     if not name:
         raise InvalidRequestError("model is missing", param="model")
-    return server.model_name(name)
+    return name
 
 
 def model_routes(routes: APIRouter, server: Server) -> None:
@@ -99,32 +118,91 @@ def _reading_routes(routes: APIRouter, server: Server) -> None:
 
     @readable(routes, "/api/tags")
     async def tags() -> JsonResponse:
-        """The served names."""
-        return JsonResponse({"models": [tag(server, name) for name in server.names]})
+        """Everything that can be asked for."""
+        return JsonResponse({"models": [tag(card, name) for name, card in await server.listed()]})
 
     @routes.post("/api/show", **documented(OllamaNameRequest))
     async def show_model(http: HttpRequest) -> JsonResponse:
-        """All about a served model."""
-        _known(server, await read_request(http, OllamaNameRequest, limit))
-        return JsonResponse(show(server))
+        """All about a model."""
+        name = _asked(await read_request(http, OllamaNameRequest, limit))
+        _, card = await server.describe(name)
+        return JsonResponse(show(card, card.template))
 
     @routes.get("/api/ps", **documented())
     async def loaded() -> JsonResponse:
-        """The loaded model; it stays loaded as long as the server runs."""
-        card = server.card
-        entry = tag(server, card.name)
-        never = rfc3339(time.time() + 100 * 365 * 86400)
-        entry |= {"expires_at": never, "size_vram": card.size, "context_length": card.context_length}
-        return JsonResponse({"models": [entry]})
+        """The loaded model, if one is."""
+        return JsonResponse({"models": [loaded_entry(server)] if server.host.current is not None else []})
 
 
-def _on_disk(server: Server, name: str) -> ModelEntry | None:
-    """A model on disk that is not the loaded one."""
-    served = {normal_name(name) for name in server.names}
-    if normal_name(name) in served:
-        return None
-    known = {normal_name(entry.name) for entry in installed()}
-    return describe(name) if normal_name(name) in known else None
+@dataclass(slots=True)
+class _PullStream:
+    """A pull as the source of a streamed answer."""
+
+    server: Server
+    name: str
+    request_id: str
+
+    async def blocks(self) -> AsyncIterator[bytes]:
+        """Status lines; a failure is the last of them."""
+        try:
+            async with contextlib.aclosing(self.server.pulls.watch(self.name)) as lines:
+                async for line in lines:
+                    yield ndjson(line)
+        except NinferError as error:
+            yield ndjson(body_of(fault_of(error), "ollama", self.request_id))
+
+    def close(self, reason: str) -> None:
+        """Watching has ended by itself."""
+
+
+async def _pull(server: Server, http: HttpRequest, body: OllamaNameRequest) -> Response:
+    name = _asked(body)
+    record = http.scope["state"]["record"]
+    if not server.host.switches:
+        if server.known_name(name) is None:
+            raise HttpError(
+                400, f"this server has one model for good; run 'ninfer pull' to download {name[:80]!r}",
+                code="unsupported_endpoint", param="model",
+            )  # fmt: skip
+        if body.stream is False:
+            return JsonResponse({"status": "success"})
+        return Response(ndjson({"status": "pulling manifest"}) + ndjson({"status": "success"}), media_type=NDJSON)
+    if body.stream is False:
+        async with contextlib.aclosing(server.pulls.watch(name)) as lines:
+            async for line in lines:
+                last = line
+        return JsonResponse(last)
+    settings = server.settings
+    return StreamResponse(
+        b"", _PullStream(server, name, record.request_id), media_type=NDJSON,
+        heartbeat=ndjson({"status": "pulling manifest"}), interval=settings.heartbeat,
+        stall_timeout=settings.stall_timeout,
+    )  # fmt: skip
+
+
+async def _delete(server: Server, name: str) -> None:
+    if name in server.aliases:
+        del server.aliases[name]
+        return
+    loaded = server.known_name(name) is not None and normal_name(name) in map(normal_name, server.names)
+    if not server.host.switches:
+        if not loaded:
+            raise ModelNotFoundError(f"model {name[:80]!r} not found", param="model")
+        raise HttpError(
+            400, f"{name[:80]!r} is loaded here for good and is not removed over HTTP", code="unsupported_endpoint",
+            param="model",
+        )  # fmt: skip
+    entry = await server.find(name)
+    if entry is None:
+        raise ModelNotFoundError(f"model {name[:80]!r} not found", param="model")
+    if loaded and not entry.alias_of and server.host.current is not None:
+        if server.host.leases:
+            raise HttpError(
+                409, f"{name[:80]!r} answers {server.host.leases} requests right now; try again when they have ended",
+                code="model_in_use", param="model",
+            )  # fmt: skip
+        await server.host.unload(wait=True)
+    await asyncio.to_thread(remove, entry.name)
 
 
 def _managing_routes(routes: APIRouter, server: Server) -> None:
@@ -132,50 +210,31 @@ def _managing_routes(routes: APIRouter, server: Server) -> None:
 
     @routes.post("/api/pull", **documented(OllamaNameRequest))
     async def pull(http: HttpRequest) -> Response:
-        """A model that is here is "pulled" at once; downloads are the command line's business."""
-        body = await read_request(http, OllamaNameRequest, limit)
-        name = body.model or body.name or ""
-        try:
-            _known(server, body)
-        except ModelNotFoundError:
-            if await asyncio.to_thread(_on_disk, server, name) is None:
-                raise HttpError(
-                    400, f"model {name[:80]!r} is not on this machine, and this server does not download; "
-                    "run 'ninfer pull' on it", code="unsupported_endpoint", param="model",
-                ) from None  # fmt: skip
-        if body.stream is False:
-            return JsonResponse({"status": "success"})
-        return Response(ndjson({"status": "pulling manifest"}) + ndjson({"status": "success"}), media_type=NDJSON)
+        """Download a model, with progress; a second request for the same one joins the first."""
+        return await _pull(server, http, await read_request(http, OllamaNameRequest, limit))
 
     @routes.delete("/api/delete", **documented(OllamaNameRequest))
     async def delete(http: HttpRequest) -> Response:
-        """A copy's name is forgotten; files are removed with the command line, which can ask back."""
-        body = await read_request(http, OllamaNameRequest, limit)
-        name = (body.model or body.name or "").strip()
-        if not name:
-            raise InvalidRequestError("model is missing", param="model")
-        if name in server.aliases:
-            del server.aliases[name]
-            return Response(status_code=200)
-        loaded = normal_name(name) in {normal_name(item) for item in server.names}
-        if not loaded and await asyncio.to_thread(_on_disk, server, name) is None:
-            raise ModelNotFoundError(f"model {name[:80]!r} not found", param="model")
-        state = "is loaded here" if loaded else "is a model on disk"
-        raise HttpError(
-            400, f"{name[:80]!r} {state}; models are not removed over HTTP: run 'ninfer rm' on that machine",
-            code="unsupported_endpoint", param="model",
-        )  # fmt: skip
+        """Delete a model, or a further name of one."""
+        await _delete(server, _asked(await read_request(http, OllamaNameRequest, limit)))
+        return Response(status_code=200)
 
     @routes.post("/api/copy", **documented(OllamaCopyRequest))
     async def copy(http: HttpRequest) -> Response:
-        """A further name for the loaded model, until the server stops."""
+        """A further name for a model; with one model for good it lasts until the server stops."""
         body = await read_request(http, OllamaCopyRequest, limit)
-        if normal_name(body.source) not in {normal_name(name) for name in server.names}:
-            raise ModelNotFoundError(f"model {body.source[:80]!r} not found", param="source")
         if not body.destination.strip() or len(body.destination) > 200:
             raise InvalidRequestError("destination must be a name of up to 200 characters", param="destination")
-        server.aliases[body.destination.strip()] = None
-        return Response(status_code=200)
+        known = normal_name(body.source) in map(normal_name, server.names)
+        if server.host.switches:
+            entry = await server.find(body.source)
+            if entry is not None:
+                await asyncio.to_thread(add_alias, entry.name, body.destination)
+                return Response(status_code=200)
+        elif known:
+            server.aliases[body.destination.strip()] = None
+            return Response(status_code=200)
+        raise ModelNotFoundError(f"model {body.source[:80]!r} not found", param="source")
 
 
 def _refusals(routes: APIRouter, server: Server) -> None:

@@ -186,7 +186,7 @@ class ChatEncoder:
         self.request_id = request_id
         self._custom_open: set[tuple[int, int]] = set()
         head = {"id": new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time())}
-        head |= {"model": server.model_name(body.model), "system_fingerprint": server.card.fingerprint}
+        head |= {"model": body.model, "system_fingerprint": server.card.fingerprint}
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._tail = (b'],"usage":null}' if self.include_usage else b"]}") + b"\n\n"
 
@@ -258,7 +258,7 @@ def complete(
         "id": new_id("chatcmpl-"),
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": server.model_name(body.model),
+        "model": body.model,
         "system_fingerprint": server.card.fingerprint,
         "choices": choices,
         "usage": usage_of(usage),
@@ -275,7 +275,7 @@ def router(server: Server) -> APIRouter:
         """Create a chat completion, streamed or whole."""
         body = await read_request(http, ChatRequest, server.settings.max_body_bytes)
         record = http.scope["state"]["record"]
-        record.model, record.stream = server.model_name(body.model), bool(body.stream)
+        body.model, record.stream = await server.use(http, body.model), bool(body.stream)
         converted = [to_request(body, server, index) for index in range(body.n or 1)]
         _, custom, record.dropped = converted[0]
         return await respond(

@@ -109,7 +109,7 @@ class CompletionEncoder:
         self.request_id = request_id
         self._offsets = [len(text) for text in echoes]
         head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
-        head |= {"model": server.model_name(body.model), "system_fingerprint": server.card.fingerprint}
+        head |= {"model": body.model, "system_fingerprint": server.card.fingerprint}
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._tail = (b'],"usage":null}' if self.include_usage else b"]}") + b"\n\n"
 
@@ -163,7 +163,7 @@ def complete(
         "id": new_id("cmpl-"),
         "object": "text_completion",
         "created": int(time.time()),
-        "model": server.model_name(body.model),
+        "model": body.model,
         "system_fingerprint": server.card.fingerprint,
         "choices": choices,
         "usage": usage_of(usage),
@@ -180,7 +180,7 @@ def router(server: Server) -> APIRouter:
         """Continue a text, streamed or whole."""
         body = await read_request(http, CompletionRequest, server.settings.max_body_bytes)
         record = http.scope["state"]["record"]
-        record.model, record.stream = server.model_name(body.model), bool(body.stream)
+        body.model, record.stream = await server.use(http, body.model), bool(body.stream)
         requests = to_requests(body)
         echoes = [server.text_of(request.prompt or "") if body.echo else "" for request in requests]
         return await respond(

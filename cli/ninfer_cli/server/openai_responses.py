@@ -111,12 +111,12 @@ def router(server: Server) -> APIRouter:
         """Create a response, streamed or whole."""
         body = await read_request(http, ResponsesRequest, limit)
         record = http.scope["state"]["record"]
-        record.model, record.stream = server.model_name(body.model), bool(body.stream)
+        model, record.stream = await server.use(http, body.model), bool(body.stream)
         history = _history(server, body.previous_response_id)
         request, toolset = to_request(body, server, history)
         record.dropped = toolset.dropped
         keep = bool(server.store.limit) and body.store is not False
-        shape = ResponseShape(body, record.model, toolset, keep)
+        shape = ResponseShape(body, model, toolset, keep)
         items = [*history, *input_items(body.input)]
 
         def complete(completions: list[Completion]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def router(server: Server) -> APIRouter:
     async def input_tokens(http: HttpRequest) -> JsonResponse:
         """The prompt length of a request, exactly as its later usage."""
         body = await read_request(http, ResponsesRequest, limit)
-        server.model_name(body.model)
+        await server.use(http, body.model)
         request, _ = to_request(body, server, _history(server, body.previous_response_id))
         count = await asyncio.to_thread(server.engine.count_tokens, request)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": count})

@@ -19,7 +19,8 @@ class ServerSettings:
     `api_keys` empty means no authentication, which is refused on a non-loopback `host` unless
     `insecure_no_auth`. `media_domains` None keeps remote media off; an empty tuple allows any public host.
     `max_queue` bounds the requests that wait beside the `slots` that run, `queue_timeout` how long one may wait;
-    `request_timeout` covers waiting and running. `stored_responses` 0 turns the
+    `request_timeout` covers waiting and running. `unload_after` is how long an unused model stays loaded (below 0: for
+    ever), `load_timeout` how long a request waits while its model is being loaded. `stored_responses` 0 turns the
     response store off. `request_log` is a file of JSON lines; "-" is standard error.
     """
 
@@ -38,6 +39,8 @@ class ServerSettings:
     max_queue: int = 64
     keep_alive: int = 75
     shutdown_grace: float = 10.0
+    unload_after: float = -1.0
+    load_timeout: float = 300.0
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
     metrics_compat: frozenset[str] = frozenset()
     media_domains: tuple[str, ...] | None = None
@@ -52,7 +55,8 @@ class ServerSettings:
             raise InvalidRequestError(
                 f"metrics_compat knows vllm and llamacpp, not {', '.join(sorted(unknown))}", param="metrics_compat"
             )
-        for name in ("max_body_bytes", "heartbeat", "stall_timeout", "slots", "keep_alive", "response_ttl"):
+        for name in ("max_body_bytes", "heartbeat", "stall_timeout", "slots", "keep_alive", "load_timeout",
+                     "response_ttl"):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise InvalidRequestError(f"{name} must be above 0, not {getattr(self, name)}", param=name)
         for name in ("max_queue", "shutdown_grace", "stored_responses"):

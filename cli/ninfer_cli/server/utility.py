@@ -25,8 +25,8 @@ from .wire import JsonResponse
 
 
 def _health(server: Server) -> JsonResponse:
-    state = server.engine.state
-    if state == "ready" and server.engine.health().get("status") == "ok":
+    state = server.host.state
+    if state == "idle" or (state == "ready" and server.engine.health().get("status") == "ok"):
         return JsonResponse({"status": "ok"})
     if state in ("new", "loading"):
         error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
@@ -87,7 +87,7 @@ def _property_routes(routes: APIRouter, server: Server) -> None:
                 "chat_template": server.template,
                 "modalities": {"vision": card.vision, "audio": False, "video": card.video},
                 "build_info": f"ninfer {__version__}",
-                "is_sleeping": False,
+                "is_sleeping": server.host.state == "idle",
             }
         )
 
@@ -108,6 +108,7 @@ def _token_routes(routes: APIRouter, server: Server) -> None:
     async def tokenize(http: HttpRequest) -> JsonResponse:
         """Token ids of raw text, or of messages through the template."""
         body = await read_request(http, TokenizeRequest, limit)
+        await server.use(http, None)
 
         def work() -> list[int]:
             if body.messages:
@@ -130,6 +131,7 @@ def _token_routes(routes: APIRouter, server: Server) -> None:
     async def detokenize(http: HttpRequest) -> JsonResponse:
         """The text of token ids."""
         body = await read_request(http, DetokenizeRequest, limit)
+        await server.use(http, None)
         addressable = server.tokenizer.addressable
         for i, token in enumerate(body.tokens):
             if not 0 <= token < addressable:
@@ -143,6 +145,7 @@ def _token_routes(routes: APIRouter, server: Server) -> None:
     async def apply_template(http: HttpRequest) -> JsonResponse:
         """The prompt text of messages."""
         body = await read_request(http, ApplyTemplateRequest, limit)
+        await server.use(http, None)
         request = Request(
             messages=to_messages(body.messages, server.media), tools=to_tools(body.tools)[0], **thinking_of(body)
         )

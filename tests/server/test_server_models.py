@@ -1,0 +1,386 @@
+"""One loaded model at a time: switching in order, keep-alive, limits on loading, names, and the store over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ninfer_cli.server.durations import parse_duration
+from ninfer_cli.server.host import ModelHost, loaded
+from ninfer_cli.server.settings import ServerSettings
+
+from ninfer_core import store
+from ninfer_core.errors import ArtifactError, InvalidRequestError
+from ninfer_core.testing import Reply, Script, ScriptedEngine, Wait
+
+from .conftest import Running, running
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def write_model(path: Path, model_id: str) -> Path:
+    """A folder that the store takes for an artifact."""
+    path.mkdir(parents=True)
+    (path / "x.safetensors").write_bytes(bytes(10))
+    root = {"format": "ninfer-artifact", "version": 1, "model_id": model_id, "objects": {}}
+    files = {"x.safetensors": {"bytes": 10, "sha256": "0" * 64}}
+    (path / "manifest.json").write_text(json.dumps({**root, "files": files}))
+    return path
+
+
+class ScriptedModels:
+    """Every model is a scripted engine that answers with its own name; a record of what was loaded and closed."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.gate: threading.Event | None = None
+        self.broken: set[str] = set()
+        self.slow: dict[str, float] = {}
+        self.hold = threading.Event()
+
+    def load(self, path: str) -> ScriptedEngine:
+        name = Path(path).name
+        self.events.append(f"load {name}")
+        time.sleep(self.slow.get(name, 0.0))
+        if name in self.broken:
+            raise ArtifactError(f"{name} is damaged")
+        return self.make(name)
+
+    def make(self, name: str) -> ScriptedEngine:
+        held = [Wait(self.hold), f"x</think>{name} held"]
+        hold = Script(held, when=lambda request: any("hold" in message.text for message in request.messages))
+        engine = ScriptedEngine(hold, Script(lambda request: Reply(name)), name=name, max_sequences=4)
+        events, close = self.events, engine.close
+
+        def closing() -> None:
+            events.append(f"close {name}")
+            close()
+
+        engine.close = closing  # type: ignore[method-assign]
+        return engine
+
+    def describe(self, path: str) -> ScriptedEngine:
+        return ScriptedEngine("", name=Path(path).name, context_length=777)
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedModels:
+    for name in ("alpha", "beta", "gamma"):
+        write_model(tmp_path / "models" / name, name)
+    monkeypatch.setenv("NINFER_MODELS", str(tmp_path / "models"))
+    return ScriptedModels()
+
+
+@pytest.fixture
+def start(models: ScriptedModels) -> Iterator[Callable[..., Running]]:
+    """A server that has loaded `alpha` and can load the others."""
+    import contextlib
+
+    with contextlib.ExitStack() as stack:
+
+        def begin(**options: Any) -> Running:
+            settings = ServerSettings(**options)
+            entry = store.describe("alpha")
+            host = ModelHost(
+                settings, loaded(models.load(str(entry.path)), str(entry.path), entry.path, "alpha"), models
+            )
+            models.events.clear()
+            return stack.enter_context(running(host, **options))
+
+        yield begin
+        models.hold.set()
+
+
+def ask(server: Running, model: str | None, text: str = "hi", **more: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": text}], **more}
+    answer = server.post("/v1/chat/completions", body if model is None else {**body, "model": model})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_a_request_for_another_model_switches(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    assert text_of(ask(server, "alpha")) == text_of(ask(server, None)) == "alpha"
+    answer = ask(server, "beta")
+    assert (text_of(answer), answer["model"]) == ("beta", "beta")
+    assert models.events == ["close alpha", "load beta"], "the old one is closed before the new one is loaded"
+    assert text_of(ask(server, None)) == "beta", "without a name the loaded model answers"
+    assert text_of(ask(server, "claude-x")) == "beta" and text_of(ask(server, "BETA:latest")) == "beta"
+    refused = server.post("/v1/chat/completions", {"messages": USER, "model": "delta"})
+    assert refused.status_code == 404 and refused.json()["error"]["code"] == "model_not_found"
+    assert models.events == ["close alpha", "load beta"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": USER}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 50}),
+        ("/api/chat", {"messages": USER}),
+        ("/api/generate", {"prompt": "hi"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_every_api_switches(start: Any, models: ScriptedModels, path: str, body: dict[str, Any], stream: bool) -> None:
+    server = start()
+    answer = server.post(path, {**body, "model": "beta", "stream": stream})
+    assert answer.status_code == 200 and "beta" in answer.text
+    assert models.events == ["close alpha", "load beta"]
+    assert wait_for(lambda: server.state.host.leases == 0)
+
+
+def test_what_waits_goes_first_and_nobody_overtakes(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(ask, server, "alpha", "hold")
+        assert wait_for(lambda: server.state.host.leases == 1)
+        switch = pool.submit(ask, server, "beta")
+        assert wait_for(lambda: len(server.state.host._queue) == 1)
+        late = pool.submit(ask, server, "alpha")
+        assert wait_for(lambda: len(server.state.host._queue) == 2)
+        time.sleep(0.1)
+        assert models.events == [] and not (switch.done() or late.done())
+        models.hold.set()
+        answers = [text_of(item.result(20)) for item in (first, switch, late)]
+    assert answers == ["alpha held", "beta", "alpha"]
+    assert models.events == ["close alpha", "load beta", "close beta", "load alpha"]
+
+
+def test_requests_for_one_model_share_a_switch(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    models.slow["beta"] = 0.3
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: text_of(ask(server, "beta")), range(8)))
+    assert answers == ["beta"] * 8 and models.events == ["close alpha", "load beta"]
+
+
+def test_a_model_that_cannot_be_loaded(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    models.broken.add("beta")
+    refused = server.post("/v1/chat/completions", {"messages": USER, "model": "beta"})
+    assert refused.status_code == 500 and "damaged" in refused.json()["error"]["message"]
+    assert server.http.get("/health").json() == {"status": "ok"}, "the next request loads what it needs"
+    assert text_of(ask(server, "alpha")) == "alpha"
+    models.broken.clear()
+    assert text_of(ask(server, "beta")) == "beta"
+
+
+def test_an_engine_that_failed_is_loaded_again(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    server.state.host.engine.state = "failed"
+    assert server.http.get("/health").status_code == 503
+    assert text_of(ask(server, "alpha")) == "alpha" and models.events == ["close alpha", "load alpha"]
+
+
+def test_loading_that_takes_too_long(start: Any, models: ScriptedModels) -> None:
+    server = start(load_timeout=0.3)
+    models.slow["beta"] = 2.0
+    refused = server.post("/v1/messages", {"messages": USER, "max_tokens": 9, "model": "beta"})
+    assert refused.status_code == 529 and "--load-timeout" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"] == "10"
+    health = server.http.get("/health")
+    assert health.status_code == 503 and health.json()["status"] == "loading"
+    assert wait_for(lambda: server.state.host.loading is None, 10)
+    assert text_of(ask(server, "beta")) == "beta" and models.events == ["close alpha", "load beta"]
+
+
+def test_a_full_queue_and_a_limit_on_waiting(start: Any, models: ScriptedModels) -> None:
+    server = start(slots=1, max_queue=1, queue_timeout=0.4)
+    with ThreadPoolExecutor(8) as pool:
+        held = pool.submit(ask, server, "alpha", "hold")
+        assert wait_for(lambda: server.state.host.leases == 1)
+        waiting = [pool.submit(server.post, "/api/chat", {"model": "beta", "messages": USER}) for _ in range(2)]
+        assert wait_for(lambda: len(server.state.host._queue) == 2)
+        full = server.post("/api/chat", {"model": "beta", "messages": USER})
+        assert full.status_code == 503 and "which is the limit" in full.json()["error"]
+        for item in waiting:
+            assert item.result(10).status_code == 503
+        models.hold.set()
+        held.result(10)
+    assert wait_for(lambda: not server.state.host.leases) and not server.state.host._queue
+    assert text_of(ask(server, "alpha")) == "alpha" and models.events == []
+
+
+def test_a_client_that_leaves_while_it_waits(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    with ThreadPoolExecutor(4) as pool:
+        held = pool.submit(ask, server, "alpha", "hold")
+        assert wait_for(lambda: server.state.host.leases == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            server.post("/v1/chat/completions", {"messages": USER, "model": "beta"}, timeout=0.3)
+        assert wait_for(lambda: not server.state.host._queue)
+        models.hold.set()
+        held.result(10)
+    assert text_of(ask(server, "alpha")) == "alpha" and models.events == [], "nothing was switched for nobody"
+
+
+# --- keep-alive -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (0, 0),
+        (5, 5),
+        (-1, -1),
+        ("5m", 300),
+        ("0", 0),
+        ("0s", 0),
+        ("-1", -1),
+        ("-1m", -60),
+        ("1h30m", 5400),
+        ("300ms", 0.3),
+        ("1.5s", 1.5),
+        ("10", 10),
+    ],
+)
+def test_the_grammar_of_keep_alive(value: Any, seconds: float) -> None:
+    assert parse_duration(value) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("value", ["", "5 m", "m", "5x", "--1", "1m-1s", "nan"])
+def test_what_is_no_keep_alive(value: str) -> None:
+    with pytest.raises(InvalidRequestError, match="keep_alive"):
+        parse_duration(value)
+
+
+def ps(server: Running) -> list[dict[str, Any]]:
+    return list(server.http.get("/api/ps").json()["models"])
+
+
+def test_keep_alive_unloads_and_the_next_request_loads(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    body = {"model": "alpha", "messages": USER, "stream": False}
+    assert server.post("/api/chat", {**body, "keep_alive": 0}).json()["done_reason"] == "stop"
+    assert wait_for(lambda: models.events == ["close alpha"]) and wait_for(lambda: ps(server) == [])
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/props").json()["is_sleeping"] is True
+    assert server.http.get("/v1/models").json()["data"][0]["id"] == "alpha", "it can be asked for"
+    last = server.post("/api/chat", {**body, "keep_alive": "0.4s"}).json()
+    assert models.events == ["close alpha", "load alpha"] and last["load_duration"] > 1000
+    (entry,) = ps(server)
+    assert 0 < datetime.fromisoformat(entry["expires_at"]).timestamp() - time.time() < 0.5
+    assert wait_for(lambda: len(models.events) == 3)
+    server.post("/api/chat", {**body, "keep_alive": "0.3s"})
+    server.post("/api/chat", {**body, "keep_alive": -1})
+    time.sleep(0.5)
+    assert models.events == ["close alpha", "load alpha", "close alpha", "load alpha"]
+    (entry,) = ps(server)
+    assert datetime.fromisoformat(entry["expires_at"]).timestamp() - time.time() > 10**8
+    wrong = server.post("/api/chat", {**body, "keep_alive": "soon"})
+    assert wrong.status_code == 400 and "keep_alive" in wrong.json()["error"]
+
+
+def test_the_servers_own_keep_alive(start: Any, models: ScriptedModels) -> None:
+    server = start(unload_after=0.3)
+    ask(server, "alpha")
+    assert wait_for(lambda: models.events == ["close alpha"])
+    ask(server, "alpha")
+    models.events.clear()
+    with ThreadPoolExecutor(2) as pool:
+        held = pool.submit(ask, server, "alpha", "hold")
+        time.sleep(0.6)
+        assert not models.events, "a model is never unloaded under a request"
+        models.hold.set()
+        held.result(10)
+    assert wait_for(lambda: models.events == ["close alpha"])
+
+
+def test_empty_requests_load_and_unload(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    assert server.post("/api/generate", {"model": "beta", "stream": False}).json()["done_reason"] == "load"
+    assert models.events == ["close alpha", "load beta"] and ps(server)[0]["name"] == "beta"
+    models.events.clear()
+    with ThreadPoolExecutor(2) as pool:
+        held = pool.submit(ask, server, "beta", "hold")
+        assert wait_for(lambda: server.state.host.leases == 1)
+        done = server.post("/api/chat", {"model": "beta", "messages": [], "keep_alive": 0, "stream": False}).json()
+        assert done["done_reason"] == "unload" and not models.events
+        models.hold.set()
+        assert text_of(held.result(10)) == "beta held"
+    assert wait_for(lambda: models.events == ["close beta"])
+    missing = server.post("/api/generate", {"model": "delta", "keep_alive": 0})
+    assert missing.status_code == 404
+    other = server.post("/api/generate", {"model": "gamma", "keep_alive": 0, "stream": False})
+    assert other.json()["done_reason"] == "unload" and models.events == ["close beta"]
+
+
+# --- lists and the store ----------------------------------------------------------------------------------------------
+
+
+def test_lists_name_everything_that_can_be_asked_for(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    names = [item["name"] for item in server.http.get("/api/tags").json()["models"]]
+    assert names[0] == "alpha" and {"beta", "gamma", "demo"} <= set(names)
+    listed = {item["id"]: item for item in server.http.get("/v1/models").json()["data"]}
+    assert set(names) == set(listed) and listed["beta"]["context_length"] == 777
+    anthropic = server.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert [item["id"] for item in anthropic["data"]] == list(listed)
+    assert server.http.get("/v1/models/gamma").json()["id"] == "gamma"
+    shown = server.post("/api/show", {"model": "gamma"}).json()
+    assert "num_ctx 777" in shown["parameters"] and "tools" in shown["template"]
+    assert server.post("/api/show", {"model": "delta"}).status_code == 404
+    (entry,) = ps(server)
+    assert (entry["name"], entry["running"], entry["waiting"]) == ("alpha", 0, 0)
+    assert models.events == [], "looking loads nothing"
+
+
+def test_copy_and_delete(start: Any, models: ScriptedModels, tmp_path: Path) -> None:
+    server = start()
+
+    def delete(name: str) -> httpx.Response:
+        return server.http.request("DELETE", "/api/delete", json={"model": name})
+
+    assert server.post("/api/copy", {"source": "beta", "destination": "second"}).status_code == 200
+    assert store.describe("second").alias_of == "beta"
+    assert text_of(ask(server, "second")) == "beta" and ask(server, "beta")["model"] == "beta"
+    assert models.events == ["close alpha", "load beta"], "a further name is the same model"
+    assert server.post("/api/copy", {"source": "delta", "destination": "x"}).status_code == 404
+    assert server.post("/api/copy", {"source": "beta", "destination": "alpha"}).status_code == 400
+    assert delete("second").status_code == 200 and "second" not in store.aliases()
+    assert delete("gamma").status_code == 200 and not (tmp_path / "models/gamma").exists()
+    with ThreadPoolExecutor(2) as pool:
+        held = pool.submit(ask, server, "beta", "hold")
+        assert wait_for(lambda: server.state.host.leases == 1)
+        assert delete("beta").status_code == 409
+        models.hold.set()
+        held.result(10)
+    assert wait_for(lambda: not server.state.host.leases)
+    assert delete("beta").status_code == 200 and not (tmp_path / "models/beta").exists()
+    assert models.events[-1] == "close beta"
+    assert delete("beta").status_code == 404 and delete("demo").status_code == 400
+    assert text_of(ask(server, "alpha")) == "alpha"
+
+
+def test_a_fixed_engine_is_not_switched(serve: Any) -> None:
+    server = serve()
+    name = server.engine.served_names[0]
+    assert not server.state.host.switches
+    body = {"model": name, "messages": [], "stream": False}
+    assert server.post("/api/chat", {**body, "keep_alive": 0}).json()["done_reason"] == "unload"
+    assert server.post("/api/chat", body).json()["done_reason"] == "load"
+    assert server.post("/api/chat", {**body, "messages": USER}).status_code == 200
+    assert server.post("/api/pull", {"model": "qwen3.6:27b"}).status_code == 400
