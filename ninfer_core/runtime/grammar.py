@@ -142,7 +142,8 @@ def compile_plan(request: Request, vocabulary: Vocabulary) -> Plan:
     marks: tuple[str, ...] = (THINK_END, CALL) if request.tools else (THINK_END,)
     path = completion(matcher, vocabulary, _MOST)
     if path is None and not _begins(matcher, vocabulary):
-        raise SchemaError("response_format: no text satisfies this grammar", param="response_format")
+        what = "tools" if form is None else "response_format"
+        raise SchemaError(f"{what}: no text satisfies this grammar", param=what)
     return Plan(
         vocabulary,
         matcher,
@@ -176,13 +177,17 @@ def _written(
     return writer.language(form, tools, tags, repeat), writer.notes
 
 
-_LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=1_000_000, max_grammar_size=200_000)
-"""Bounds on the work of a compilation: about two seconds, in which other threads run."""
+_FUEL = 1_000_000
+
+
+def _limits(more: int = 0) -> Any:
+    """Bounds on the work of a compilation: about two seconds, in which other threads run."""
+    return llguidance.LLParserLimits(initial_lexer_fuel=_FUEL + more, max_grammar_size=200_000)
 
 
 @lru_cache(maxsize=256)
 def _check(text: str) -> str:
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, limits=_LIMITS)
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, limits=_limits())
     return messages[0] if failed else ""
 
 
@@ -197,7 +202,7 @@ def _matcher(language: Language, vocabulary: Vocabulary, form: ResponseFormat | 
     text = language.text
     if not text.startswith("{"):
         text = llguidance.LLMatcher.grammar_from_lark(text)
-    matcher = llguidance.LLMatcher(vocabulary.library, text, log_level=0, limits=_LIMITS)
+    matcher = llguidance.LLMatcher(vocabulary.library, text, log_level=0, limits=_limits(language.fuel))
     if matcher.is_error():
         what = f"response_format of kind {form.kind!r}" if form is not None else "tool_choice"
         reason = " ".join(matcher.get_error().split())[:300]
@@ -209,7 +214,11 @@ def _matcher(language: Language, vocabulary: Vocabulary, form: ResponseFormat | 
 
 def _begins(matcher: Any, vocabulary: Vocabulary) -> bool:
     """Whether any token can start a text of the grammar."""
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little", count=vocabulary.size)
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        reason = " ".join(matcher.get_error().split())[:200]
+        raise SchemaError(f"the grammar is too complex to compile ({reason}); ask for less at once")
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=vocabulary.size)
     bits[vocabulary.eos] = 0
     return bool(bits.any())
 

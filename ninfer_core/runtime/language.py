@@ -35,6 +35,12 @@ LENGTH = 200_000
 SCHEMAS = 400_000
 """Bytes of the schemas of all tools together."""
 
+COUNTED = 4_000
+"""Characters up to which the length of one raw argument is held to its bounds, and twice that for all of them."""
+
+FUEL = 5_000
+"""What the compiler may spend on each of them."""
+
 _MOST = 10_000
 """Bytes of a value beyond which its size does not count."""
 
@@ -51,6 +57,8 @@ _NO_TAGS = (
     r"/(?s:.*)/ & ~/(?s:.*)(<\/parameter>|<\/function>|<tool_call>|<\/tool_call>|\n<parameter=|\n<function=)(?s:.*)/"
     r" & ~/(<parameter=|<function=)(?s:.*)/"
 )
+_NO_BEGINNINGS = r"~/(?s:.*)(<\/pa|<\/fu|<\/to|<too|\n<pa|\n<fu)(?s:.*)/ & ~/(<pa|<fu)(?s:.*)/"
+"""No mark of a call, as its first letters: a count of characters multiplies the states that whole marks would take."""
 _NO_JSON = r" & ~/[ \t\r\n]*[\[\{\(](?s:.*)/"
 _END = json.dumps(CLOSERS[0])
 _FORMATS = {
@@ -73,12 +81,14 @@ _FORMATS["date-time"] = _FORMATS["date"] + "T" + _FORMATS["time"]
 class Language:
     """A grammar's text, and how many tokens the costliest single step can add to what must follow.
 
-    `raw`: it has raw arguments of any text, and nothing else that takes control characters.
+    `raw`: it has raw arguments of any text, and nothing else that takes control characters. `fuel`: what compiling it
+    may cost beyond the usual.
     """
 
     text: str
     growth: int
     raw: bool
+    fuel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,8 @@ class Writer:
         self._bytes = 0
         self._sizes = Sizes(True)
         self._names: dict[str, str] = {}
+        self._characters = 0
+        self._tool = ("", False)
 
     def language(
         self, answer: ResponseFormat | None, tools: Sequence[Tool], tags: Tags | None, repeat: str
@@ -125,7 +137,8 @@ class Writer:
         text = "\n".join([f"start: {' | '.join(ways)}", *self._rules]) + "\n"
         if self._extra:
             text = json.dumps({"grammars": [{"name": "all", "lark_grammar": text}, *self._extra]})
-        return Language(text, self._growth, set(self._names) == {_NO_TAGS} and (answer is None or _is_json(answer)))
+        raw = set(self._names) == {_NO_TAGS} and (answer is None or _is_json(answer))
+        return Language(text, self._growth, raw, FUEL * self._characters)
 
     # answers
 
@@ -187,23 +200,29 @@ class Writer:
                 param="tools",
             )
         self._sizes = Sizes(root)
+        self._tool = (param, tool.strict)
         self.notes += [f"{param}: {note}" for note in enforce.notes]
         ways = [variant for variant in variants(root, root) if variant.possible]
         if not ways:
             raise SchemaError(f"{param}: no arguments can satisfy this schema together", param=param)
-        self._counted(tool, ways, param)
+        self._counted(ways)
         head = json.dumps(f"\n<function={tool.name}>\n", ensure_ascii=False)
         bodies = [self._body(f"{index}_{v}", variant, root, len(tool.name)) for v, variant in enumerate(ways)]
         body = f"({' | '.join(bodies)})" if len(bodies) > 1 else bodies[0]
         return self._rule(f"call_{index}", f'<[{tags.start}]> {head} {body} "</function>\\n" <[{tags.end}]>')
 
-    def _counted(self, tool: Tool, ways: Sequence[Variant], param: str) -> None:
+    def _drop(self, keyword: str, what: str) -> None:
+        """Leave a keyword of the present tool out, or refuse it if the tool is strict."""
+        param, strict = self._tool
+        note = f"{param}: the keyword {keyword!r} cannot be enforced for {what}"
+        if strict:
+            raise SchemaError(f"{note}; leave it out, or send strict: false to have it ignored", param=param)
+        self.notes.append(f"{note}; it is ignored")
+
+    def _counted(self, ways: Sequence[Variant]) -> None:
         """Arguments of any names may repeat each other, so more than one of them cannot be demanded."""
         if any(variant.least > 1 and variant.free for variant in ways):
-            note = "'minProperties' at #/minProperties is not enforced: names that are not declared may be repeated"
-            if tool.strict:
-                raise SchemaError(f"{param}: {note}", path="#/minProperties", param=param)
-            self.notes.append(f"{param}: {note}")
+            self._drop("minProperties", "more than one argument of any names: they may be repeated")
 
     def _body(self, place: str, variant: Variant, root: Any, name: int) -> str:
         """The arguments of a call, one way; `name`: characters of the tool's name."""
@@ -265,12 +284,28 @@ class Writer:
             least, most = leaf.get("minLength", 0), leaf.get("maxLength")
             texts = [text for text in texts if least <= len(text) <= (len(text) if most is None else most)]
             return [json.dumps(text + CLOSERS[0], ensure_ascii=False) for text in texts]
-        parts = [_NO_TAGS]
+        bounds = self._bounds(leaf)
+        parts = [f"/(?s:.*)/ & {_NO_BEGINNINGS}" if bounds else _NO_TAGS]
         parts += [f"/{search(pattern)}/" for pattern in constraints(leaf, "pattern")]
         parts += [f"/({_FORMATS[name]})/" for name in constraints(leaf, "format")]
-        if "minLength" in leaf or "maxLength" in leaf:
-            parts.append(f"/(?s:.{{{int(leaf.get('minLength', 0))},{leaf.get('maxLength', '')}}})/")
+        if bounds:
+            parts.append(f"/(?s:.{{{bounds}}})/")
         return [self._terminal("", " & ".join(parts))]
+
+    def _bounds(self, leaf: Mapping[str, Any]) -> str:
+        """The counts of a repetition for the length of a string; empty if there are none to enforce."""
+        bounds = {key: int(leaf[key]) for key in ("minLength", "maxLength") if key in leaf}
+        for key, count in list(bounds.items()):
+            if count > COUNTED or self._characters + count > 2 * COUNTED:
+                self._drop(
+                    key,
+                    f"a string argument of {count} characters: {COUNTED} are counted in one, and {2 * COUNTED} in all",
+                )
+                del bounds[key]
+        if not any(bounds.get(key) for key in bounds) and "maxLength" not in bounds:
+            return ""
+        self._characters += max(bounds.values())
+        return f"{bounds.get('minLength', 0)},{bounds.get('maxLength', '')}"
 
     def _structure(self, leaves_: Sequence[Mapping[str, Any]], root: Any) -> str:
         plain = {key for leaf in leaves_ for key in leaf} <= {"type"}

@@ -304,6 +304,26 @@ def test_arguments_that_nothing_satisfies_are_refused():
         takes({"type": "object", "minProperties": 2, "additionalProperties": STRING})
 
 
+@pytest.mark.parametrize("count", [80, 500, 4000])
+def test_long_strings_are_counted(count):
+    bounded = closed({"a": {"type": "string", "minLength": 3, "maxLength": count}})
+    text = ("Words, <b> x </b> & </p>\n" * 400)[:count]
+    assert takes(bounded, a=text) and not takes(bounded, a=text + "x") and not takes(bounded, a="xy")
+    assert takes(bounded, a="é" * count)
+
+
+def test_lengths_that_are_not_counted_are_named():
+    long = {"type": "string", "maxLength": 10**8}
+    with pytest.raises(SchemaError, match=r"'maxLength' cannot be enforced for a string argument of 100000000") as info:
+        takes(closed({"a": long}), a="x")
+    assert info.value.param == "tools[0].parameters"
+    many = closed({name: {"type": "string", "maxLength": 3500 + i} for i, name in enumerate("abc")})
+    with pytest.raises(SchemaError, match="8000 in all"):
+        takes(many, a="", b="", c="")
+    request = Request(USER, tools=(Tool("f", parameters=closed({"a": long})),), tool_choice=ToolChoice("required"))
+    assert accepts(plan_of(asking(long)), "x") and plan_of(request).path
+
+
 # the kinds of the matrix
 
 

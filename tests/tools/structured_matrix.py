@@ -148,7 +148,7 @@ def run_cell(
 def opened(model: str, drafts: int, sequences: int) -> Iterator[Any]:
     """One of the two models on the CPU."""
     if model == "random":
-        with tiny_engine(draft_tokens=drafts, max_sequences=sequences, max_queue=1000) as engine:
+        with tiny_engine(context=4096, draft_tokens=drafts, max_sequences=sequences, max_queue=1000) as engine:
             yield engine
     else:
         with Engine.load(
