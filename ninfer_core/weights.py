@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ Get = Callable[[str], Tensor]
 
 
 class Source(Protocol):
-    """What the loader needs of an artifact."""
+    """What the loader needs of an artifact. Progress needs the `nbytes` of its tensors too."""
 
     @property
     def config(self) -> ModelConfig: ...  # noqa: D102
 
     @property
-    def tensors(self) -> Mapping[str, object]: ...  # noqa: D102
+    def tensors(self) -> Mapping[str, Any]: ...  # noqa: D102
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...  # noqa: D102
 
@@ -192,6 +192,7 @@ def load_weights(
     *,
     mtp: bool = True,
     vision: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Weights:
     """Decode all objects of an artifact onto a device.
 
@@ -201,12 +202,23 @@ def load_weights(
         dtype: of the matrices; norms, gates, convolution and router are always fp32.
         mtp: load the draft layer and the reduced draft head if present.
         vision: load the vision tower if present.
+        progress: called with (stored bytes done, stored bytes of all objects).
 
     Raises:
         ArtifactError: an object is missing or damaged.
     """
-    names = artifact.tensors
-    return _Builder(artifact.config, artifact.tensor, set(names), torch.device(device), dtype).weights(mtp, vision)
+    names, done = artifact.tensors, 0
+    total = sum(info.nbytes for info in names.values()) if progress is not None else 0
+
+    def get(name: str) -> Tensor:
+        nonlocal done
+        value = artifact.tensor(name)
+        if progress is not None:
+            done += names[name].nbytes
+            progress(done, total)
+        return value
+
+    return _Builder(artifact.config, get, set(names), torch.device(device), dtype).weights(mtp, vision)
 
 
 def load_tower(artifact: Source, config: VisionConfig, device: torch.device | str, dtype: torch.dtype) -> VisionWeights:

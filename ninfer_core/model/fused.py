@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from ..kernels.rows_decode import draft_input, finish_rows, quantize_rows, rope_
 from ..packed import PackedAttention, PackedGdn, PackedLayer, PackedMoe, PackedWeights
 from ..state import RING, DeltaState, FusedState, KVLayer
 from .decoder import Indices
+
+if TYPE_CHECKING:
+    from .fused_prefill import FusedPrefill
 
 ROWS = 64
 """Most rows in a call."""
@@ -90,7 +94,7 @@ class Workspace:
             inner = config.moe_intermediate_size
             self.router = torch.zeros(rows, experts + 1, **f32)
             self.shared = torch.zeros(rows, 2 * inner, **f32)
-            self.expert_rows = ExpertRows.empty(rows, top_k, inner, device)
+            self.expert_rows = ExpertRows.empty(rows, top_k, inner, device, experts=experts, width=hidden)
             self.ids = torch.zeros(rows, top_k, dtype=torch.int32, device=device)
             self.shares = torch.zeros(rows, top_k, **f32)
         else:
@@ -201,10 +205,13 @@ class FusedDecoder:
         weights: packed, on the device of the state.
         config: the model.
         context: most tokens of one sequence.
+        chunks: reads prompts by the prefill kernels; without it `prefill` runs rows as a round does.
     """
 
-    def __init__(self, weights: PackedWeights, config: ModelConfig, *, context: int) -> None:
-        self.weights, self.config = weights, config
+    def __init__(
+        self, weights: PackedWeights, config: ModelConfig, *, context: int, chunks: FusedPrefill | None = None
+    ) -> None:
+        self.weights, self.config, self.chunks = weights, config, chunks
         self.device = weights.final_norm.device
         self.work = Workspace(config, self.device, context=context)
         self.turns = rope_turns(config.rotary_dim, config.rope_theta, self.device)
@@ -315,6 +322,8 @@ class FusedDecoder:
         embeddings: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one chunk of a prompt; see `Decoder.prefill`. The state advances by all its rows."""
+        if self.chunks is not None:
+            return self.chunks.chunk(state, tokens, slot, start, page_table, positions, embeddings)
         if positions is not None or embeddings is not None:
             raise InvalidRequestError("media rows need the prefill kernels", param="messages")
         if start == 0:
@@ -416,6 +425,10 @@ class FusedMTP:
         embeddings: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Store the rows `start .. start + T - 1` of one sequence; see `MTP.prefill`."""
+        chunks = self.decoder.chunks
+        if chunks is not None and tokens.shape[0] <= chunks.work.rows:
+            chunks.fill_drafts(state, tokens, hidden, start, page_table, positions, embeddings)
+            return
         if positions is not None or embeddings is not None:
             raise InvalidRequestError("media rows need the prefill kernels", param="messages")
         table = torch.as_tensor(page_table, dtype=torch.int32, device=self.device)[None]

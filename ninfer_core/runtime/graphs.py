@@ -128,13 +128,22 @@ class DeviceRounds:
             if mtp is not None
             else None
         )
-        self.pattern: Tensor | None = None
-        """For measurements: int32 [64], accepted drafts of a sequence's rounds in turn, whatever was drawn."""
+        self._pattern: Tensor | None = None
         self._buffers = _Buffers(device, self._pages)
         self._host = torch.zeros(_IN_FLIGHT, ROWS, RESULT_WIDTH, dtype=torch.int32, pin_memory=self._cuda)
         self._host_slots = torch.zeros(_IN_FLIGHT, ROWS, dtype=torch.int32, pin_memory=self._cuda)
         self._launched = 0
         self._current: tuple[int, ...] = ()
+
+    @property
+    def pattern(self) -> Tensor | None:
+        """For measurements: int32 [64], accepted drafts of a sequence's rounds in turn, whatever was drawn."""
+        return self._pattern
+
+    @pattern.setter
+    def pattern(self, counts: Tensor | None) -> None:
+        self._pattern = counts
+        self._graphs.clear()  # each holds where the counts are, or that there are none
 
     def draws(self, params: SamplingParams) -> bool:
         """Whether the sampler here serves these: no penalties or bias, and greedy or a top-k of 1 to 64."""
@@ -247,7 +256,7 @@ class DeviceRounds:
             buffers.pick[:batch],
             buffers.chain[: MOST_DRAFTS * batch].view(MOST_DRAFTS, batch),
         )
-        accept(self.lanes, slots, sampled, bad, buffers.results[:batch], follow, pick, chain, self.pattern)
+        accept(self.lanes, slots, sampled, bad, buffers.results[:batch], follow, pick, chain, self._pattern)
         if drafts:
             self._draft(call, hidden, follow, pick, chain, drafts)
 

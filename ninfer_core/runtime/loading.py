@@ -2,87 +2,172 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import logging
+import traceback
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..artifact import Artifact
 from ..config import ModelConfig
-from ..errors import DeviceError
-from ..footprint import reference_footprint
-from ..kernels import _op
+from ..errors import DeviceError, MemoryPlanError, UnsupportedError
+from ..footprint import fused_footprint, reference_footprint
 from ..model.decoder import Decoder
 from ..model.mtp import MTP
 from ..model.vision import VisionTower, tower_workspace
-from ..state import State
-from ..weights import load_weights
+from ..packed_tree import PackedWeights
+from ..staging import Progress, transfer
+from ..state import FusedState, State
+from ..weights import load_tower, load_weights
+from .flights import LaneRounds
 from .options import EngineOptions
 from .planning import Plan, budget_of, plan
 
+if TYPE_CHECKING:
+    from ..model.fused import FusedDecoder, FusedMTP
+
 log = logging.getLogger("ninfer.engine")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CPU_ROUTE = "cpu: torch reference path"
+OLDEST = (8, 0)
+"""The oldest compute capability that the kernels run on."""
 _SMALL = 1 << 28
 """Weights up to this many bytes: the work per step is too small for a second thread to help."""
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model on its device with its state. `route` says what computes: device and kind of kernels."""
+    """A model on its device with its state. `route` says what computes: device and kind of kernels.
 
-    decoder: Decoder
-    mtp: MTP | None
-    state: State
+    `lanes`: what decodes on the device without the host, if that can be.
+    """
+
+    decoder: Decoder | FusedDecoder
+    mtp: MTP | FusedMTP | None
+    state: State | FusedState
     plan: Plan
     device: torch.device
     route: str
     draft_tokens: int
     threads: int
     tower: VisionTower | None
+    lanes: LaneRounds | None = None
+
+    def free(self) -> None:
+        """Give a GPU's memory back now. The loop has ended: nothing runs on the model any more."""
+        if self.device.type != "cuda":
+            return  # host memory goes with the last reference
+        torch.cuda.synchronize(self.device)
+        weights = self.decoder.weights
+        if isinstance(weights, PackedWeights):
+            weights.free()
+        self.state.free()
+        del self.decoder, self.mtp, self.state, self.tower, self.lanes
+        gc.collect()  # graphs and workspaces refer to each other
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the files are read: with their digests checked, and with whom told of the progress."""
+
+    verify: bool = False
+    progress: Progress | None = None
 
 
 def choose_device(wanted: str) -> tuple[torch.device, str]:
     """The device and the label of what will compute there.
 
     Raises:
-        DeviceError: CUDA was asked for and is not there.
+        DeviceError: CUDA was asked for and is not there, or the card is too old for the kernels.
     """
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu"), CPU_ROUTE
+    if not torch.cuda.is_available():
         raise DeviceError('device is "cuda", but torch sees no CUDA device; use device="cpu" or fix the driver')
-    if wanted == "cpu" or not available:
-        return torch.device("cpu"), "cpu: torch reference path"
-    _op._load_routes()
-    kernels = sorted(name.removesuffix("_ref") for name in _op._ROUTES)
-    if kernels:
-        return torch.device("cuda"), f"cuda: Triton kernels for {', '.join(kernels)}; torch reference path for the rest"
-    if wanted == "auto":
-        log.warning("a CUDA device is present, but this build has no kernels for it: running on the CPU")
-        return torch.device("cpu"), "cpu: torch reference path"
-    return torch.device("cuda"), "cuda: torch reference path (no kernels of this build; for comparison, not for speed)"
+    device = torch.device("cuda", torch.cuda.current_device())
+    lack = _lack(device)
+    if lack is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return device, f"cuda: fused Triton kernels on {torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    if wanted == "cuda":
+        raise DeviceError(f'device is "cuda", but {lack}; use device="cpu"')
+    log.warning("a CUDA device is present, but %s: running on the CPU", lack)
+    return torch.device("cpu"), CPU_ROUTE
 
 
-def load_model(artifact: Artifact, options: EngineOptions, most_patches: int = 0) -> LoadedModel:
-    """Read the weights and allocate the state. `most_patches`: of the largest medium, if media are read.
+def _lack(device: torch.device) -> str | None:
+    """What keeps the kernels from running on a card; None if nothing does."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < OLDEST:
+        return (
+            f"{torch.cuda.get_device_name(device)} is of compute capability {major}.{minor}, and the kernels need "
+            f"{OLDEST[0]}.{OLDEST[1]}"
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "Triton, which compiles the kernels, is not installed"
+    return None
+
+
+def load_model(
+    artifact: Artifact,
+    options: EngineOptions,
+    most_patches: int = 0,
+    addressable: int = 0,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Read the weights and allocate the state.
+
+    Args:
+        artifact: an open artifact, or one that makes its weights itself (`packed(device, mtp)` on a GPU: the bench's).
+        options: of the engine.
+        most_patches: of the largest medium, if media are read.
+        addressable: ids below this have text (0: all have); the device draws no other.
+        progress: called with (bytes done, bytes in all) while weights are read.
 
     Raises:
         DeviceError, MemoryPlanError, ArtifactError: see `choose_device`, `planning.plan` and `Artifact`.
     """
     device, route = choose_device(options.device)
-    name = options.dtype if options.dtype != "auto" else ("float32" if device.type == "cpu" else "bfloat16")
-    dtype, config = _DTYPES[name], artifact.config
+    config = artifact.config
     drafts = options.draft_tokens if config.mtp_num_hidden_layers else 0
     if drafts < options.draft_tokens:
         log.warning("the model has no draft layer: draft_tokens=%d has no effect", options.draft_tokens)
-    sees = options.vision and config.vision is not None
-    objects = {name: (info.shape, info.format) for name, info in artifact.tensors.items()}
-    footprint = reference_footprint(
-        config, objects, itemsize=dtype.itemsize, kv_cache=options.kv_cache, drafts=drafts, vision=sees
-    )
+    sees = config.vision if options.vision else None
     patches = _patches_in_context(config, options, most_patches)
-    workspace = tower_workspace(config.vision, dtype.itemsize, patches) if sees and config.vision else 0
+    itemsize = 4 if device.type == "cpu" else 2
+    workspace = tower_workspace(sees, itemsize, patches) if sees is not None else 0
+    load = _load_reference if device.type == "cpu" else _load_fused
+    reading = Reading(options.verify, progress)
+    loaded = load(artifact, options, device, drafts, workspace, addressable or config.vocab_size, reading)
+    loaded.route = route
+    log.info("loaded %s on %s, context %d tokens\n%s", options.model, route, loaded.plan.context_length,
+             loaded.plan.table())  # fmt: skip
+    return loaded
+
+
+def _load_reference(
+    artifact: Artifact,
+    options: EngineOptions,
+    device: torch.device,
+    drafts: int,
+    workspace: int,
+    addressable: int,
+    reading: Reading,
+) -> LoadedModel:
+    """The torch path."""
+    dtype, config = _DTYPES["float32" if options.dtype == "auto" else options.dtype], artifact.config
+    sees = options.vision and config.vision is not None
+    footprint = reference_footprint(
+        config, _objects(artifact), itemsize=dtype.itemsize, kv_cache=options.kv_cache, drafts=drafts, vision=sees
+    )
     made = plan(config, options, footprint, budget=budget_of(options, device), vision_bytes=workspace)
-    weights = load_weights(artifact, device, dtype, mtp=drafts > 0, vision=sees)
+    if reading.verify:
+        transfer([], device, digests=artifact.digests(), progress=reading.progress)
+    weights = load_weights(artifact, device, dtype, mtp=drafts > 0, vision=sees, progress=reading.progress)
     tower = VisionTower(weights.vision, config.vision) if weights.vision and config.vision else None
     state = State(
         config,
@@ -96,8 +181,85 @@ def load_model(artifact: Artifact, options: EngineOptions, most_patches: int = 0
     if threads == "auto":
         threads = 1 if footprint.weights <= _SMALL else torch.get_num_threads()
     mtp = MTP(weights, config) if drafts else None
-    log.info("loaded %s on %s, context %d tokens\n%s", options.model, route, made.context_length, made.table())
-    return LoadedModel(Decoder(weights, config), mtp, state, made, device, route, drafts, threads, tower)
+    return LoadedModel(Decoder(weights, config), mtp, state, made, device, "", drafts, threads, tower)
+
+
+def _load_fused(
+    artifact: Artifact,
+    options: EngineOptions,
+    device: torch.device,
+    drafts: int,
+    workspace: int,
+    addressable: int,
+    reading: Reading,
+) -> LoadedModel:
+    """The Triton path: packed weights, and rounds on the device.
+
+    Raises:
+        UnsupportedError: an option that only the torch path has.
+    """
+    from ..packed import load_packed
+
+    if options.dtype != "auto":
+        raise UnsupportedError(
+            f'dtype is {options.dtype!r}, but the kernels compute in their own types; leave dtype at "auto", or use '
+            'device="cpu"',
+            param="dtype",
+        )
+    config = artifact.config
+    footprint = fused_footprint(
+        config, _objects(artifact), kv_cache=options.kv_cache, drafts=drafts, chunk=options.prefill_chunk
+    )
+    made = plan(config, options, footprint, budget=budget_of(options, device), vision_bytes=workspace)
+    own = getattr(artifact, "packed", None)
+    if own is not None:
+        weights = own(device, drafts > 0)
+    else:
+        weights = load_packed(artifact, device, mtp=drafts > 0, verify=reading.verify, progress=reading.progress)
+    try:
+        return _around(artifact, options, device, drafts, weights, made, addressable)
+    except BaseException as error:
+        weights.free()
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise MemoryPlanError(
+                "the device has less memory free than when the plan was made: another program took it meanwhile; set "
+                f"memory, or end that program. The plan was\n{made.table()}"
+            ) from None
+        raise
+
+
+def _around(
+    artifact: Artifact,
+    options: EngineOptions,
+    device: torch.device,
+    drafts: int,
+    weights: PackedWeights,
+    made: Plan,
+    addressable: int,
+) -> LoadedModel:
+    """State and buffers of the Triton path, around its weights."""
+    from ..model.fused import FusedDecoder, FusedMTP
+    from ..model.fused_prefill import FusedPrefill
+    from .graphs import DeviceRounds
+
+    config = artifact.config
+    tower = None
+    if options.vision and config.vision is not None:
+        tower = VisionTower(load_tower(artifact, config.vision, device, torch.bfloat16), config.vision)
+    slots, context = made.slots + made.checkpoints, made.context_length + drafts
+    state = FusedState(config, slots=slots, pages=made.pages, max_draft=drafts, device=device)
+    chunks = FusedPrefill(weights, config, rows=options.prefill_chunk, context=context)
+    decoder = FusedDecoder(weights, config, context=context, chunks=chunks)
+    mtp = FusedMTP(decoder) if drafts else None
+    lanes = DeviceRounds(decoder, mtp, state, pages=made.footprint.pages(made.context_length), addressable=addressable)
+    return LoadedModel(decoder, mtp, state, made, device, "", drafts, 1, tower, lanes)
+
+
+def _objects(artifact: Artifact) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (info.shape, info.format) for name, info in artifact.tensors.items()}
 
 
 def _patches_in_context(config: ModelConfig, options: EngineOptions, most: int) -> int:
