@@ -1,4 +1,4 @@
-"""The operations of the model: one file per op with its contract, its torch twin and the choice of a route.
+"""The operations of the model: one file per op with its contract, in torch; `*_decode`, `*_prefill`: Triton kernels.
 
 Dimension alphabet, used in every signature and shape tag:
 

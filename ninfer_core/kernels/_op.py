@@ -1,55 +1,14 @@
-"""Choosing a route for an op, the description of a row call, and the shapes of the weights that ops accept."""
+"""What the torch ops take: the description of a row call, and the shapes of the weights they accept."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-Result = TypeVar("Result")
-
-_ROUTES: dict[str, list[tuple[Callable[..., bool], Callable[..., Any]]]] = {}
-_loaded = False
-
-
-def route(twin: Callable[..., Any], accepts: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a device route of the op whose torch twin is `twin`.
-
-    `accepts` sees the arguments of the call and says whether the route serves it; the first that does is used. Modules
-    named `*_decode` and `*_prefill` beside this one are imported when the first tensor off the CPU is seen.
-    """
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _ROUTES.setdefault(twin.__name__, []).append((accepts, function))
-        return function
-
-    return register
-
-
-def _load_routes() -> None:
-    global _loaded
-    if not _loaded:
-        package = importlib.import_module(__package__ or "")
-        for module in pkgutil.iter_modules(package.__path__):
-            if module.name.endswith(("_decode", "_prefill")):
-                importlib.import_module(f"{__package__}.{module.name}")
-        _loaded = True
-
-
-def dispatch(twin: Callable[..., Result], x: Tensor, *args: Any) -> Result:
-    """Run the first registered route that accepts the arguments, else the twin. CPU tensors always run the twin."""
-    if x.device.type != "cpu":
-        _load_routes()
-        for accepts, function in _ROUTES.get(twin.__name__, ()):
-            if accepts(x, *args):
-                return function(x, *args)
-    return twin(x, *args)
 
 
 class Matrix(Protocol):
@@ -120,7 +79,7 @@ class RowCall:
 
     Shapes: `slots`, `starts` (token index of row 0), `commit` (rows of the previous window to apply first) `[B]`;
     `page_tables [B, P]`; `cos`, `sin` `[B * R, 1, rotary]`, see `rope.rope_tables`. All on the device; `host` copies
-    what the torch twins need, once per call, and is never touched by a device route. With `only [B]` the result of
+    what the ops need as numbers, once per call. With `only [B]` the result of
     just that row of every sequence is wanted: attention stores all rows and returns `[B, ..]`.
     """
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..state import KV_GROUP, KVLayer
-from ._op import RowCall, dispatch
-from .norm import rms_norm_ref
+from ._op import RowCall
+from .norm import rms_norm
 from .rope import rope_
 
 _TILE = 256
@@ -29,13 +29,6 @@ def attention_rows(
     a row sees the same values whenever it is computed. A row's bits depend on its sequence up to that row only.
     Effects: writes tokens `start .. start + R - 1` of the pages, of pages in the table only.
     """
-    return dispatch(attention_rows_ref, proj, qk_gain, kv, call, heads, kv_heads, eps)
-
-
-def attention_rows_ref(
-    proj: Tensor, qk_gain: Tensor, kv: KVLayer, call: RowCall, heads: int, kv_heads: int, eps: float
-) -> Tensor:
-    """Twin of `attention_rows`: one softmax per row over exactly the tokens it sees, hence no dependence on others."""
     q, k, v, gate = _split(proj, qk_gain, call.cos, call.sin, heads, kv_heads, eps)
     wanted = range(proj.shape[0]) if call.only is None else call.wanted.tolist()
     out = q.new_empty(len(wanted), *q.shape[1:])
@@ -70,20 +63,6 @@ def attention_chunk(
     token index of row 0, number of real rows); result `[T padded, H D]`. Rows beyond the real ones are finite and
     meaningless.
     """
-    return dispatch(attention_chunk_ref, proj, qk_gain, kv, tables, place, heads, kv_heads, eps)
-
-
-def attention_chunk_ref(
-    proj: Tensor,
-    qk_gain: Tensor,
-    kv: KVLayer,
-    tables: tuple[Tensor, Tensor],
-    place: tuple[Tensor, int, int],
-    heads: int,
-    kv_heads: int,
-    eps: float,
-) -> Tensor:
-    """Twin of `attention_chunk`."""
     table, start, real = place
     q, k, v, gate = _split(proj, qk_gain, *tables, heads, kv_heads, eps)
     kv_append(kv, k[:real], v[:real], table, start)
@@ -122,7 +101,7 @@ def _split(
     """Normed, rotated and scaled queries `[T, K, H / K, D]`, keys and values `[T, K, D]`, raw gate `[T, H D]`."""
     rows, dim = proj.shape[0], qk_gain.shape[-1]
     width = (heads + kv_heads) * dim
-    qk = rope_(rms_norm_ref(proj[:, :width].unflatten(1, (-1, dim)), qk_gain, eps), cos, sin)
+    qk = rope_(rms_norm(proj[:, :width].unflatten(1, (-1, dim)), qk_gain, eps), cos, sin)
     q = (qk[:, :heads] * dim**-0.5).view(rows, kv_heads, heads // kv_heads, dim)
     gate = proj[:, width : width + heads * dim]
     v = proj[:, width + heads * dim : 2 * width].unflatten(1, (-1, dim))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._op import dispatch
-
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     """Embedding rows; no scale factor.
@@ -16,9 +14,4 @@ def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     Numeric: exact copies of the stored values.
     Effects: none.
     """
-    return dispatch(embedding_ref, tokens, table)
-
-
-def embedding_ref(tokens: Tensor, table: Tensor) -> Tensor:
-    """Twin of `embedding`."""
     return table.index_select(0, tokens).float()

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from ..state import GdnLayer
-from ._op import GdnWeights, RowCall, dispatch
-from .norm import l2_norm_ref, rms_norm_ref
+from ._op import GdnWeights, RowCall
+from .norm import l2_norm, rms_norm
 
 CHUNK = 64
 """Rows solved together in the chunked form."""
@@ -31,13 +31,6 @@ def gated_delta_rows(
     Effects: per slot: `s` := committed state; `conv` := three committed raw rows and the R new ones; `k, e, decay`
     := the rows of this window.
     """
-    return dispatch(gated_delta_rows_ref, proj, weights, layer, call, key_heads, eps)
-
-
-def gated_delta_rows_ref(
-    proj: Tensor, weights: GdnWeights, layer: GdnLayer, call: RowCall, key_heads: int, eps: float
-) -> Tensor:
-    """Twin of `gated_delta_rows`: every sequence on its own, every row in turn."""
     rows, channels = call.rows, layer.conv.shape[-1]
     history = weights.conv.shape[0] - 1
     heads, width = layer.s.shape[1], layer.s.shape[3]
@@ -55,18 +48,12 @@ def gated_delta_rows_ref(
     return _gated_norm(out, proj[:, channels : channels + heads * width], weights.norm, eps)
 
 
-def gated_delta_commit(anchor: Tensor, layer: GdnLayer, slots: list[int], commit: list[int]) -> None:
+def gated_delta_commit(layer: GdnLayer, slots: list[int], commit: list[int]) -> None:
     """Apply the accepted rows of the last window and leave no window behind.
 
     Math: `S <- decay_i S + k_i e_i^T`, i = 0 .. commit - 1, per slot; the committed raw rows move to the front.
-    Shapes: `anchor`: any tensor of the device.
     Effects: `s` and `conv[:, :3]` of the slots.
     """
-    dispatch(gated_delta_commit_ref, anchor, layer, slots, commit)
-
-
-def gated_delta_commit_ref(anchor: Tensor, layer: GdnLayer, slots: list[int], commit: list[int]) -> None:
-    """Twin of `gated_delta_commit`."""
     history = layer.conv.shape[1] - layer.k.shape[1]
     for slot, rows in zip(slots, commit, strict=True):
         if rows:
@@ -89,13 +76,6 @@ def gated_delta_chunk(
     Effects: `s` and the three committed raw rows of the slot advance by the real rows. A sequence that starts
     ignores what the slot held.
     """
-    return dispatch(gated_delta_chunk_ref, proj, weights, layer, place, key_heads, eps)
-
-
-def gated_delta_chunk_ref(
-    proj: Tensor, weights: GdnWeights, layer: GdnLayer, place: tuple[int, int, bool], key_heads: int, eps: float
-) -> Tensor:
-    """Twin of `gated_delta_chunk`."""
     slot, real, fresh = place
     rows, channels = proj.shape[0], layer.conv.shape[-1]
     history = weights.conv.shape[0] - 1
@@ -198,7 +178,7 @@ def _conv_heads(
     mixed = silu(mixed)
     split = mixed.shape[1] - heads * weights.norm.shape[0]
     v = mixed[:, split:].unflatten(1, (heads, -1))
-    qk = l2_norm_ref(mixed[:, :split].unflatten(1, (2 * key_heads, -1)), weights.qk_scale)
+    qk = l2_norm(mixed[:, :split].unflatten(1, (2 * key_heads, -1)), weights.qk_scale)
     wide = _spread(qk, 2 * heads)
     return wide[:, :heads], qk[:, key_heads:], v, wide[:, heads:]
 
@@ -221,4 +201,4 @@ def _gates(columns: Tensor, weights: GdnWeights, heads: int) -> tuple[Tensor, Te
 
 def _gated_norm(o: Tensor, z: Tensor, gain: Tensor, eps: float) -> Tensor:
     """`norm(o) * silu(z)` with o `[T, V, d]` and z `[T, V d]`; returns `[T, V d]`."""
-    return rms_norm_ref(o, gain, eps).flatten(1).mul_(silu(z))
+    return rms_norm(o, gain, eps).flatten(1).mul_(silu(z))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._op import Matrix, dispatch
+from ._op import Matrix
 from .linear import product, trim
 
 
@@ -18,11 +18,6 @@ def head(h: Tensor, weight: Matrix, chunk: bool = False) -> Tensor:
     Numeric: fp32. Row call: a row's bits depend on that row only.
     Effects: none.
     """
-    return dispatch(head_ref, h, weight, chunk)
-
-
-def head_ref(h: Tensor, weight: Matrix, chunk: bool = False) -> Tensor:
-    """Twin of `head`."""
     return trim(product(h, weight, chunk), weight.rows)
 
 
@@ -35,10 +30,5 @@ def draft_head(h: Tensor, weight: Matrix, ids: Tensor | None, limit: int) -> Ten
     Numeric: fp32. Row call.
     Effects: none.
     """
-    return dispatch(draft_head_ref, h, weight, ids, limit)
-
-
-def draft_head_ref(h: Tensor, weight: Matrix, ids: Tensor | None, limit: int) -> Tensor:
-    """Twin of `draft_head`."""
     best = torch.argmax(trim(product(h, weight, False), limit), -1)
     return best if ids is None else ids.index_select(0, best)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ._op import Matrix, dispatch
-from .norm import rms_norm_ref
+from ._op import Matrix
+from .norm import rms_norm
 
 
 def linear(x: Tensor, weight: Matrix, residual: Tensor | None = None, chunk: bool = False) -> Tensor:
@@ -19,11 +19,6 @@ def linear(x: Tensor, weight: Matrix, residual: Tensor | None = None, chunk: boo
     Numeric: fp32 accumulation; fp32 result. Row call (`chunk` false): a row's bits depend on that row only.
     Effects: none.
     """
-    return dispatch(linear_ref, x, weight, residual, chunk)
-
-
-def linear_ref(x: Tensor, weight: Matrix, residual: Tensor | None = None, chunk: bool = False) -> Tensor:
-    """Twin of `linear`."""
     y = trim(product(x, weight, chunk), weight.rows)
     return y if residual is None else residual + y
 
@@ -69,10 +64,5 @@ def mlp(x: Tensor, gain: Tensor, eps: float, gate_up: Matrix, down: Matrix, chun
     Numeric: fp32. Row call: a row's bits depend on that row only.
     Effects: none.
     """
-    return dispatch(mlp_ref, x, gain, eps, gate_up, down, chunk)
-
-
-def mlp_ref(x: Tensor, gain: Tensor, eps: float, gate_up: Matrix, down: Matrix, chunk: bool = False) -> Tensor:
-    """Twin of `mlp`."""
-    hidden = trim(product(rms_norm_ref(x, gain, eps), gate_up, chunk), gate_up.rows)
+    hidden = trim(product(rms_norm(x, gain, eps), gate_up, chunk), gate_up.rows)
     return x + trim(product(swiglu(hidden), down, chunk), down.rows)

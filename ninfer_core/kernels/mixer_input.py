@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._op import Matrix, dispatch
+from ._op import Matrix
 from .linear import product
-from .norm import rms_norm_ref
+from .norm import rms_norm
 
 
 def mixer_input(x: Tensor, gain: Tensor, eps: float, weight: Matrix, chunk: bool = False) -> Tensor:
@@ -20,9 +20,4 @@ def mixer_input(x: Tensor, gain: Tensor, eps: float, weight: Matrix, chunk: bool
     Numeric: fp32. Row call (`chunk` false): a row's bits depend on that row only.
     Effects: none.
     """
-    return dispatch(mixer_input_ref, x, gain, eps, weight, chunk)
-
-
-def mixer_input_ref(x: Tensor, gain: Tensor, eps: float, weight: Matrix, chunk: bool = False) -> Tensor:
-    """Twin of `mixer_input`."""
-    return product(rms_norm_ref(x, gain, eps), weight, chunk)
+    return product(rms_norm(x, gain, eps), weight, chunk)

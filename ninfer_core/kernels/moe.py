@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._op import MoeWeights, dispatch
+from ._op import MoeWeights
 from .linear import product, swiglu, trim
-from .norm import rms_norm_ref
+from .norm import rms_norm
 
 
 def moe(x: Tensor, gain: Tensor, eps: float, weights: MoeWeights, active: int, chunk: bool = False) -> Tensor:
@@ -22,12 +22,7 @@ def moe(x: Tensor, gain: Tensor, eps: float, weights: MoeWeights, active: int, c
     (`chunk` false): a row's bits depend on that row only, not on how many rows chose an expert.
     Effects: none.
     """
-    return dispatch(moe_ref, x, gain, eps, weights, active, chunk)
-
-
-def moe_ref(x: Tensor, gain: Tensor, eps: float, weights: MoeWeights, active: int, chunk: bool = False) -> Tensor:
-    """Twin of `moe`."""
-    u = rms_norm_ref(x, gain, eps)
+    u = rms_norm(x, gain, eps)
     scores = product(u, weights.router, chunk)
     experts = weights.router.rows - 1
     values, indices = torch.sort(scores[:, :experts], dim=-1, descending=True, stable=True)

@@ -7,8 +7,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ._op import dispatch
-
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis.
@@ -19,15 +17,10 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     Numeric: fp32; the sum of squares of a row depends on that row only.
     Effects: none.
     """
-    return dispatch(rms_norm_ref, x, gain, eps)
-
-
-def rms_norm_ref(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Twin of `rms_norm`."""
     return x * torch.rsqrt(_floor(eps, x).add((x * x).sum(-1, keepdim=True), alpha=1 / x.shape[-1])) * gain
 
 
-def l2_norm_ref(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+def l2_norm(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(sum(x^2) + eps) * scale` over the last axis: the norm of GDN queries and keys."""
     return x * torch.rsqrt(_floor(eps, x).add((x * x).sum(-1, keepdim=True))) * scale
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._op import dispatch
-
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
     """Layer norm over the last axis.
@@ -19,11 +17,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
     Numeric: fp32.
     Effects: none.
     """
-    return dispatch(layer_norm_ref, x, weight, bias, eps)
-
-
-def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
-    """Twin of `layer_norm`."""
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -36,11 +29,6 @@ def biased_linear(x: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
     Numeric: fp32 accumulation; the result has the type of the weight.
     Effects: none.
     """
-    return dispatch(biased_linear_ref, x, dense, bias)
-
-
-def biased_linear_ref(x: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
-    """Twin of `biased_linear`."""
     return torch.addmm(bias, x.to(dense.dtype), dense)
 
 
@@ -55,11 +43,6 @@ def segment_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tupl
     Numeric: angles applied in fp32, scores and sums in fp32; the result has the type of `qkv`.
     Effects: none.
     """
-    return dispatch(segment_attention_ref, qkv, cos, sin, segments, heads)
-
-
-def segment_attention_ref(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tuple[int, int]], heads: int) -> Tensor:
-    """Twin of `segment_attention`."""
     rows = qkv.shape[0]
     q, k, v = qkv.view(rows, 3, heads, -1).unbind(1)
     q, k = _turn(q, cos, sin), _turn(k, cos, sin)

@@ -224,7 +224,7 @@ class Decoder:
         `lengths`: tokens in the state afterwards (this state does not need them).
         """
         for layer in state.gdn:
-            gated_delta_commit(layer.s, layer, list(slots), list(commit))
+            gated_delta_commit(layer, list(slots), list(commit))
 
     @torch.inference_mode()
     def logits(self, h: Tensor) -> Tensor:

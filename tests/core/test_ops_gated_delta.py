@@ -102,7 +102,7 @@ def test_windows_with_a_late_commit(case):
         if kept:
             assert error(got[:kept], want[at : at + kept]) < ONE_OP * 10
         at, commit = at + kept, kept
-    gated_delta_commit(state.s, state, [1], [commit])
+    gated_delta_commit(state, [1], [commit])
     assert error(state.s[1], states[at - 1]) < ONE_OP
     assert same_bits(state.conv[1, :3], proj[at - 3 : at, :C])
 
@@ -119,7 +119,7 @@ def test_late_commit_has_the_bits_of_the_plain_recurrence(case):
         k = state.k[1, i].repeat_interleave(HV // HK, 0)
         faded = state.decay[1, i][:, None, None] * plain
         plain = torch.addcmul(faded, k[:, :, None], state.e[1, i][:, None])
-    gated_delta_commit(state.s, state, [1], [4])
+    gated_delta_commit(state, [1], [4])
     assert same_bits(state.s[1], plain)
 
 
