@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -162,7 +162,7 @@ class Engine(ModelCard):
     Many requests run at once; all methods may be called from any thread and any event loop.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, progress: Callable[[int, int], None] | None = None) -> None:
         from .runtime.loading import load_model
         from .runtime.loop import start_loop
         from .runtime.reuse import Reuse
@@ -172,7 +172,8 @@ class Engine(ModelCard):
         super().__init__(options, artifact)
         media = self.frontend.media
         patches = media.most_patches if media is not None else 0
-        loaded = load_model(artifact, options, patches, self.frontend.tokenizer.addressable)
+        with artifact:
+            loaded = load_model(artifact, options, patches, self.frontend.tokenizer.addressable, progress)
         self.route = loaded.route
         self.plan = loaded.plan
         self.draft_tokens = loaded.draft_tokens
@@ -211,13 +212,20 @@ class Engine(ModelCard):
         )
         warm = (self.frontend.tokenizer, self.frontend.eos_ids)  # a large vocabulary takes seconds to prepare
         threading.Thread(target=_warm_grammars, args=warm, name="ninfer-grammars", daemon=True).start()
-        self._finalizer = weakref.finalize(self, _stop, self._loop, media)
+        self._finalizer = weakref.finalize(self, _stop, self._pid, self._loop, media, loaded)
 
     @classmethod
     def load(
-        cls, model: str = "demo", *, options: EngineOptions | None = None, **fields: Unpack[EngineFields]
+        cls,
+        model: str = "demo",
+        *,
+        options: EngineOptions | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **fields: Unpack[EngineFields],
     ) -> Engine:
         """Load a model: a name known to the store, or a path. `fields` are those of `EngineOptions`.
+
+        `progress` is called with (bytes done, bytes in all) while the weights are read, on this thread.
 
         Raises:
             ModelNotFoundError, ArtifactError: no such model, or one that cannot be used.
@@ -228,7 +236,7 @@ class Engine(ModelCard):
             options = engine_options(str(model), fields)
         elif fields:
             raise TypeError(f"options= and {sorted(fields)} were both given; use one of the two")
-        return cls(options)
+        return cls(options, progress)
 
     @property
     def state(self) -> str:
@@ -297,7 +305,10 @@ class Engine(ModelCard):
         return self._scheduler.stats()
 
     def close(self) -> None:
-        """End all requests with `EngineClosedError` and stop the thread. Idempotent; does nothing in a forked child."""
+        """End all requests with `EngineClosedError`, stop the thread and give a GPU's memory back.
+
+        Idempotent; does nothing in a forked child. Loading again is fast while the files are in the page cache.
+        """
         if os.getpid() != self._pid:
             return
         with self._closing:
@@ -305,11 +316,13 @@ class Engine(ModelCard):
             self._finalizer()
 
 
-def _stop(loop: Any, media: Any) -> None:
-    """What closing an engine ends: its thread, and the processes that decode media."""
+def _stop(pid: int, loop: Any, media: Any, loaded: Any) -> None:
+    """What closing an engine ends: its thread, the processes that decode media, and its hold on a GPU's memory."""
     loop.stop()
     if media is not None:
         media.close()
+    if os.getpid() == pid and not loop.alive:
+        loaded.free()
 
 
 def _warm_grammars(tokenizer: Any, eos_ids: Sequence[int]) -> None:

@@ -135,6 +135,12 @@ class State:
     def _slot_tensors(self) -> tuple[Tensor, ...]:
         return self.s, self.conv, self.window_k, self.window_e, self.window_decay
 
+    def free(self) -> None:
+        """Give the memory back now, whoever still holds a tensor of it. Nothing may be using the state."""
+        for tensor in (self.kv_codes, self.kv_scales, *self._slot_tensors):
+            if tensor is not None:
+                tensor.untyped_storage().resize_(0)
+
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the GDN state, convolution rows and window of one slot to another."""
         for tensor in self._slot_tensors:
@@ -253,6 +259,11 @@ class FusedState:
     def nbytes(self) -> int:
         """Bytes of everything held here."""
         return self.kv_bytes_per_page * self.pages + self.bytes_per_slot * self.slots
+
+    def free(self) -> None:
+        """Give the memory back now, whoever still holds a tensor of it. Nothing may be using the state."""
+        for tensor in (self.kv_codes, self.kv_scales, *self._slot_tensors):
+            tensor.untyped_storage().resize_(0)
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the GDN state and the rings of one slot to another."""

@@ -6,7 +6,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -213,6 +214,18 @@ class Progress:
             self._draw(f"{self._label} {bar}{share}{amount}  {detail}"[:100])
         else:
             self._console.note(text)
+
+
+@contextmanager
+def loading(console: Console, name: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Progress of loading a model: a function that takes (bytes done, bytes in all) and shows them with their rate."""
+    start = time.monotonic()
+    with Progress(console, f"loading {name}", quiet=quiet) as line:
+
+        def seen(done: int, total: int) -> None:
+            line.update(done, total, f"{done / 1e9 / max(1e-3, time.monotonic() - start):.1f} GB/s")
+
+        yield seen
 
 
 def size(count: float) -> str:

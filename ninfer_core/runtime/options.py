@@ -32,6 +32,7 @@ class EngineOptions:
     later output can differ from that of a fresh engine within rounding; without them no output depends on earlier ones.
     threads: CPU threads of the model's arithmetic; "auto" is what was measured best.
     memory: bytes the engine may take on its device, weights included; "auto" is most of what is free at load time.
+    verify: check the SHA-256 of the artifact's files while they are read.
     vision: load the vision tower and read images and videos. Off, the tower takes no memory and media are refused.
     """
 
@@ -50,6 +51,7 @@ class EngineOptions:
     cache_answers: bool = True
     threads: int | Literal["auto"] = "auto"
     memory: int | Literal["auto"] = "auto"
+    verify: bool = False
     vision: bool = False
 
     def __post_init__(self) -> None:
@@ -66,8 +68,9 @@ class EngineOptions:
         _range(self, "checkpoints", 0, 4096)
         _range(self, "threads", 1, None)
         _range(self, "memory", 1, None)
-        if not isinstance(self.vision, bool):
-            raise InvalidRequestError(f"vision is {self.vision!r}; it must be true or false", param="vision")
+        for name in ("verify", "vision"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
         if self.prefill_chunk % PAGE:
             raise InvalidRequestError(
                 f"prefill_chunk is {self.prefill_chunk}; it must be a multiple of {PAGE}", param="prefill_chunk"
@@ -99,6 +102,7 @@ class EngineFields(TypedDict, total=False):
     cache_answers: bool
     threads: int | Literal["auto"]
     memory: int | Literal["auto"]
+    verify: bool
     vision: bool
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from ninfer_core import footprint
 from ninfer_core.artifact import Artifact
 from ninfer_core.config import QWEN36_27B, QWEN36_35B_A3B, config_from_dict
-from ninfer_core.errors import InvalidRequestError, MemoryPlanError, UnsupportedError
+from ninfer_core.engine import Engine
+from ninfer_core.errors import ContentError, InvalidRequestError, MemoryPlanError, UnsupportedError
 from ninfer_core.footprint import fused_footprint, reference_footprint
 from ninfer_core.inventory import inventory
 from ninfer_core.model.fused import Workspace
@@ -172,3 +174,21 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read():
     assert foot.weights > 130e9
     with pytest.raises(MemoryPlanError, match="weights"):
         plan(config, EngineOptions(), foot, budget=64 << 30)
+
+
+def test_progress_and_digests_while_loading(tmp_path):
+    path = shutil.copytree(tiny_artifact(), tmp_path / "tiny")
+    seen = []
+    options = {"device": "cpu", "threads": 1}
+    with Engine.load(str(path), verify=True, progress=lambda *pair: seen.append(pair), **options) as engine:
+        assert engine.state == "ready"
+    assert len(seen) > 20 and all(0 <= done <= total for done, total in seen) and seen[-1][0] == seen[-1][1]
+    shard = next(path.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ContentError, match="is damaged or was edited: SHA-256"):
+        Engine.load(str(path), verify=True, **options)
+    Engine.load(str(path), **options).close()
+    with pytest.raises(InvalidRequestError, match="verify"):
+        Engine.load(str(path), verify="yes", **options)
