@@ -24,7 +24,7 @@ from .display import AnswerView
 from .inputs import call_to_json
 
 if TYPE_CHECKING:
-    from ninfer_core import Engine
+    from ninfer_core.runtime.interface import EngineInterface
 
 # How long a cancelled request may take to report its counts: one round or one prompt chunk on a slow machine.
 _CANCEL_WAIT = 5.0
@@ -43,7 +43,7 @@ class Turn:
         return self.completion.message
 
 
-def take_turn(engine: Engine, request: Request, view: AnswerView) -> Turn:
+def take_turn(engine: EngineInterface, request: Request, view: AnswerView) -> Turn:
     """Run `request`, stream it to `view`, and return what was said; Ctrl-C ends the turn, not the program.
 
     A second Ctrl-C while the cancelled request winds down passes through as `KeyboardInterrupt`. Any other way out

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ninfer_core.errors import InvalidRequestError
-from ninfer_core.types import Message, Request, Sampling, Tool
+from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool
 
 from .inputs import message_from_json, message_to_json, read_json
 
@@ -91,6 +91,7 @@ class Settings:
     thinking: bool | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
+    response_format: ResponseFormat | None = None
 
     def request(self, messages: tuple[Message, ...]) -> Request:
         """A request of these settings; `system` comes first, before any system message of a file."""
@@ -106,6 +107,7 @@ class Settings:
             max_tokens=max_tokens,
             stop=tuple(stop),
             thinking=self.thinking,
+            response_format=self.response_format,
         )
 
     def set(self, name: str, text: str) -> Any:

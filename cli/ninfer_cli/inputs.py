@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ninfer_core.errors import InvalidRequestError
-from ninfer_core.types import Image, Message, Part, Role, Text, Tool, ToolCall, Video
+from ninfer_core.types import Image, Message, Part, ResponseFormat, Role, Text, Tool, ToolCall, Video
 
 _MESSAGE_KEYS = {
     "role",
@@ -63,6 +63,20 @@ def read_messages(path: Path) -> tuple[Message, ...]:
     if not isinstance(listed, list) or not listed:
         raise InvalidRequestError(f"{path} holds no messages: expected a list, or an object with a list 'messages'")
     return tuple(message_from_json(item, f"{path}: message {i + 1}") for i, item in enumerate(listed))
+
+
+def read_format(text: str) -> ResponseFormat:
+    """What `--format` means: `json`, or the path of a file with a JSON schema.
+
+    Raises:
+        InvalidRequestError: the file holds no schema. OSError: there is no such file.
+    """
+    if text.strip().casefold() == "json":
+        return ResponseFormat("json")
+    schema = read_json(Path(text).expanduser())
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequestError(f"{text} is not a JSON schema: it holds {type(schema).__name__}, not an object")
+    return ResponseFormat("json_schema", schema)
 
 
 def message_from_json(value: Any, where: str) -> Message:

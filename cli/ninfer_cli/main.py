@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 _EXIT_HELP = "Exit codes: " + "; ".join(f"{code} {text}" for code, text in exits.TABLE.items()) + "."
 _ENV_HELP = (
-    "Environment: NINFER_MODELS (folder of artifacts), NINFER_CONTEXT_LENGTH, NINFER_NOHISTORY, "
+    "Environment: NINFER_MODELS (folder of artifacts), NINFER_HOST, NINFER_CONTEXT_LENGTH, NINFER_NOHISTORY, "
     "NINFER_DEBUG=1 (tracebacks), NO_COLOR, TERM=dumb."
 )
 
@@ -163,6 +163,10 @@ def run(
         Path | None,
         typer.Option(metavar="FILE", help="JSON file with function tools; calls are printed as JSON lines."),
     ] = None,
+    response_format: Annotated[
+        str | None,
+        typer.Option("--format", metavar="json|SCHEMA.json", help="Answer in JSON, or JSON of a schema in a file."),
+    ] = None,
     temperature: Annotated[float | None, _parameter("temperature")] = None,
     top_p: Annotated[float | None, _parameter("top_p")] = None,
     top_k: Annotated[int | None, _parameter("top_k")] = None,
@@ -182,6 +186,10 @@ def run(
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Where to run. [default: auto]")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Use the server there. [default: one at NINFER_HOST, if it runs]")
+    ] = "",
+    no_server: Annotated[bool, typer.Option("--no-server", help="Load the model here, whatever runs.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Figures of each answer on stderr.")] = False,
     stats_json: Annotated[
         Path | None, typer.Option("--stats-json", metavar="FILE", help="Write the figures to this file.")
@@ -193,7 +201,7 @@ def run(
 ) -> None:
     """Answer a prompt, or talk. stdout carries the answer alone; text on stdin goes in front of PROMPT."""
     from . import run as command
-    from .inputs import argument_text, read_tools
+    from .inputs import argument_text, read_format, read_tools
 
     parameters: dict[str, Any] = {
         "temperature": temperature,
@@ -216,7 +224,11 @@ def run(
         prompt=None if prompt is None else argument_text(prompt, "the prompt"),
         messages=messages,
         settings=Settings(
-            system and argument_text(system, "--system"), think, parameters, read_tools(tools) if tools else ()
+            system and argument_text(system, "--system"),
+            think,
+            parameters,
+            read_tools(tools) if tools else (),
+            read_format(response_format) if response_format else None,
         ),
         load=command.LoadOptions(context_length, draft_tokens, device, threads),
         show_thinking=show_thinking,
@@ -224,6 +236,8 @@ def run(
         quiet=quiet,
         stats_json=stats_json,
         no_history=no_history,
+        host=host,
+        no_server=no_server or context.obj is not None,
     )
     loader = context.obj or command.load_engine
     raise typer.Exit(command.run(options, Console(os.environ), os.environ, loader))

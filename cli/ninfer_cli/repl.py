@@ -14,10 +14,11 @@ from . import exits
 from .answer import Turn, statistics, statistics_lines, take_turn
 from .chat import PARAMETERS, Chat
 from .display import AnswerView, Console
+from .inputs import read_format
 from .line_editor import Reader
 
 if TYPE_CHECKING:
-    from ninfer_core import Engine
+    from ninfer_core.runtime.interface import EngineInterface
     from ninfer_core.types import Request
 
 # A second Ctrl-C this soon after the one that stopped a turn means "out", in seconds.
@@ -48,7 +49,7 @@ class Repl:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineInterface,
         chat: Chat,
         console: Console,
         *,
@@ -156,7 +157,7 @@ class Repl:
 
     def _commands(self) -> dict[str, Command]:
         return {
-            "/set": Command(self._set, "/set parameter|system|verbose|quiet|think|nothink", "change a setting"),
+            "/set": Command(self._set, "/set parameter|system|format|verbose|quiet|think|nothink", "change a setting"),
             "/show": Command(self._show, "/show info|parameters|system", "show settings"),
             "/clear": Command(self._clear, "/clear", "forget the conversation"),
             "/regen": Command(self._regen, "/regen", "answer the last message again"),
@@ -197,6 +198,11 @@ class Repl:
         elif what == "system":
             self.chat.settings.system = value.strip('"') or None
             self.console.note("system message set" if value else "system message removed")
+        elif what == "format":
+            if not value:
+                raise InvalidRequestError("usage: /set format json, /set format SCHEMA.json, or /set format text")
+            self.chat.settings.response_format = None if value == "text" else read_format(value)
+            self.console.note(f"answers: {value}")
         elif what in ("verbose", "quiet"):
             self._verbose = what == "verbose"
             self.console.note(f"figures after each answer: {'on' if self._verbose else 'off'}")

@@ -9,22 +9,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ninfer_core import __version__, store
-from ninfer_core.errors import InvalidRequestError
+from ninfer_core.errors import InvalidRequestError, ModelNotFoundError
 from ninfer_core.types import Message
 
 from . import exits
 from .answer import Turn, statistics, statistics_lines, take_turn
 from .chat import Chat, Settings
-from .display import AnswerView, Console, Notes, Progress
+from .display import AnswerView, Console, Notes, loading
 from .inputs import read_messages
 
 if TYPE_CHECKING:
     from ninfer_core import Engine
+    from ninfer_core.client import Client
+    from ninfer_core.runtime.interface import EngineInterface
 
 # After this many seconds without a byte on stdin, say what the program waits for.
 _STDIN_PATIENCE = 2.0
@@ -38,6 +40,7 @@ class LoadOptions:
     draft_tokens: int | None = None
     device: str | None = None
     threads: int | None = None
+    progress: Callable[[int, int], None] | None = None
 
 
 Loader = Callable[[str, Path, LoadOptions], "Engine"]
@@ -57,6 +60,8 @@ class RunOptions:
     quiet: bool = False
     stats_json: Path | None = None
     no_history: bool = False
+    host: str = ""
+    no_server: bool = False
 
 
 def load_engine(name: str, path: Path, options: LoadOptions) -> Engine:
@@ -70,7 +75,7 @@ def load_engine(name: str, path: Path, options: LoadOptions) -> Engine:
         "threads": options.threads,
     }
     fields = {key: value for key, value in chosen.items() if value is not None}
-    return Engine.load(str(path), max_sequences=1, **fields)
+    return Engine.load(str(path), max_sequences=1, progress=options.progress, **fields)
 
 
 def run(options: RunOptions, console: Console, environ: Mapping[str, str], loader: Loader = load_engine) -> int:
@@ -80,8 +85,8 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
         NinferError: as the steps do.
         KeyboardInterrupt: Ctrl-C before or after the answer.
     """
-    entry = store.describe(options.model, environ)
-    name, path = entry.name, entry.path
+    remote = _served_elsewhere(options, environ)
+    entry = None if remote else store.describe(options.model, environ)
     interactive = options.prompt is None and options.messages is None and sys.stdin.isatty()
     if interactive and not console.out_is_terminal:
         raise InvalidRequestError("give a PROMPT: a conversation needs a terminal, and stdout is not one")
@@ -90,10 +95,54 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
     messages = () if interactive else _one_shot_messages(options, console)
     if options.stats_json is not None and not options.stats_json.absolute().parent.is_dir():
         raise InvalidRequestError(f"--stats-json: there is no folder {options.stats_json.absolute().parent}")
-    with _noted(console, options.quiet), _loaded(name, path, options, console, loader) as (engine, seconds):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_noted(console, options.quiet))
+        engine: EngineInterface
+        seconds: float | None = None
+        if remote is not None:
+            engine = stack.enter_context(remote)
+            name, source = str(remote.model), remote.base_url
+        else:
+            assert entry is not None
+            name, source = entry.name, str(entry.path)
+            engine, seconds = stack.enter_context(_loaded(name, entry.path, options, console, loader))
         if interactive:
-            return _converse(engine, name, path, options, console, environ, seconds)
+            return _converse(engine, name, source, options, console, environ, seconds)
         return _answer_once(engine, name, messages, options, console, seconds)
+
+
+def _served_elsewhere(options: RunOptions, environ: Mapping[str, str]) -> Client | None:
+    """A client of the server that answers for the model: the one named with `--host`, else a running one if it can.
+
+    Raises:
+        ServerUnreachableError, ModelNotFoundError: the named server does not answer, or lacks the model.
+        InvalidRequestError: options of loading together with `--host`.
+    """
+    from .remote import call, find_server, served_name, server_url
+
+    if options.host:
+        if options.no_server or options.load != LoadOptions():
+            raise InvalidRequestError(
+                "--host uses a model that a server has loaded; --no-server, --context, --draft-tokens, --device and "
+                "--threads are about loading it here"
+            )
+        url: str | None = server_url(options.host)
+        call(str(url), "/api/version", environ)
+    elif options.no_server or options.load != LoadOptions():
+        return None
+    else:
+        url = find_server("", environ)
+    name = served_name(url, options.model, environ) if url else None
+    if url is None or name is None:
+        if options.host:
+            raise ModelNotFoundError(
+                f"the server at {url} has no model {options.model!r}; `ninfer list` is about files"
+            )
+        return None
+    from ninfer_core.client import Client
+
+    key = environ.get("NINFER_API_KEY", "").partition(",")[0].strip()
+    return Client(url, model=name, api_key=key or None)
 
 
 @contextlib.contextmanager
@@ -113,8 +162,8 @@ def _loaded(
     name: str, path: Path, options: RunOptions, console: Console, loader: Loader
 ) -> Iterator[tuple[Engine, float]]:
     start = time.monotonic()
-    with Progress(console, f"loading {name}", quiet=options.quiet):
-        engine = loader(name, path, options.load)
+    with loading(console, name, quiet=options.quiet) as progress:
+        engine = loader(name, path, replace(options.load, progress=progress))
     try:
         yield engine, time.monotonic() - start
     finally:
@@ -158,12 +207,12 @@ def _read_stdin(console: Console, options: RunOptions) -> str:
 
 
 def _answer_once(
-    engine: Engine,
+    engine: EngineInterface,
     name: str,
     messages: tuple[Message, ...],
     options: RunOptions,
     console: Console,
-    load_seconds: float,
+    load_seconds: float | None,
 ) -> int:
     request = options.settings.request(messages)
     turn = take_turn(engine, request, AnswerView(console, show_thinking=options.show_thinking))
@@ -176,7 +225,11 @@ def _answer_once(
         options.stats_json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if not (options.quiet or options.verbose):
         _say_if_cut(turn, console)
-    return exits.INTERRUPTED if turn.interrupted else exits.OK
+    if turn.interrupted:
+        return exits.INTERRUPTED
+    # A document that was cut is no document; whoever asked for one must not take it for the answer.
+    cut = options.settings.response_format is not None and turn.completion.finish_reason == "length"
+    return exits.SERVER if cut else exits.OK
 
 
 def _say_if_cut(turn: Turn, console: Console) -> None:
@@ -189,13 +242,13 @@ def _say_if_cut(turn: Turn, console: Console) -> None:
 
 
 def _converse(
-    engine: Engine,
+    engine: EngineInterface,
     name: str,
-    path: Path,
+    source: str,
     options: RunOptions,
     console: Console,
     environ: Mapping[str, str],
-    load_seconds: float,
+    load_seconds: float | None,
 ) -> int:
     from .line_editor import Editor, PlainReader, Reader
     from .repl import Repl
@@ -205,7 +258,7 @@ def _converse(
         Chat(options.settings),
         console,
         name=name,
-        source=str(path),
+        source=source,
         verbose=options.verbose,
         show_thinking=options.show_thinking,
         load_seconds=load_seconds,

@@ -18,12 +18,12 @@ from ninfer_core.errors import InvalidRequestError, ModelNotFoundError, NinferEr
 from ninfer_core.library import add_alias, remove
 
 from .answer import documented, readable
-from .body import read_body, read_request
+from .body import ClientGoneError, read_body, read_request
 from .card import ModelCard, rfc3339
 from .context import Server, normal_name
 from .errors import HttpError, body_of, fault_of
 from .schemas import OllamaCopyRequest, OllamaNameRequest
-from .wire import NDJSON, JsonResponse, StreamResponse, ndjson
+from .wire import NDJSON, JsonResponse, StreamResponse, ndjson, wait_for_disconnect
 
 # Clients refuse servers that report an older version than the features they use.
 OLLAMA_VERSION = "0.13.5"
@@ -155,6 +155,29 @@ class _PullStream:
         """Watching has ended by itself."""
 
 
+async def _pulled(server: Server, http: HttpRequest, name: str) -> dict[str, Any]:
+    """The last line of a pull that nobody follows; a client that leaves counts as one watcher less."""
+
+    async def work() -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        async with contextlib.aclosing(server.pulls.watch(name)) as lines:
+            async for line in lines:
+                last = line
+        return last
+
+    worker = asyncio.ensure_future(work())
+    watcher = asyncio.ensure_future(wait_for_disconnect(http.receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientGoneError
+        return worker.result()
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
 async def _pull(server: Server, http: HttpRequest, body: OllamaNameRequest) -> Response:
     name = _asked(body)
     record = http.scope["state"]["record"]
@@ -168,10 +191,7 @@ async def _pull(server: Server, http: HttpRequest, body: OllamaNameRequest) -> R
             return JsonResponse({"status": "success"})
         return Response(ndjson({"status": "pulling manifest"}) + ndjson({"status": "success"}), media_type=NDJSON)
     if body.stream is False:
-        async with contextlib.aclosing(server.pulls.watch(name)) as lines:
-            async for line in lines:
-                last = line
-        return JsonResponse(last)
+        return JsonResponse(await _pulled(server, http, name))
     settings = server.settings
     return StreamResponse(
         b"", _PullStream(server, name, record.request_id), media_type=NDJSON,
