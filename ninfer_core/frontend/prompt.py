@@ -367,7 +367,7 @@ class Frontend:
             text = request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(ids)
             return Prompt(tuple(ids), request.thinking is True, cuts=self._cuts(ids, ()), text=text)
         text, media, thinking = self._render(request)
-        text, placed = self._expand(text, media)
+        text, placed = self._expand(text, media, limit)
         self._check_length(text, limit)
         ids, checkpoints = self._encode(text)
         if not ids:
@@ -446,8 +446,10 @@ class Frontend:
             text = text[: text.index(f"{MARK}c{MARK}")]
         return _put_back(text, talk), talk.media, thinking
 
-    def _expand(self, text: str, media: Sequence[Image | Video]) -> tuple[str, list[tuple[MediaInput, int, int]]]:
-        """The text with media expanded; each medium with its place in the text."""
+    def _expand(
+        self, text: str, media: Sequence[Image | Video], limit: int | None
+    ) -> tuple[str, list[tuple[MediaInput, int, int]]]:
+        """The text with media expanded, each medium with its place in it. Stops where `limit` tokens are passed."""
         if not media:
             return text, []
         if self.media is None:
@@ -461,9 +463,12 @@ class Frontend:
             raise InvalidRequestError("the chat template did not print one placeholder per medium", param="messages")
         pieces: list[str] = []
         placed: list[tuple[MediaInput, int, int]] = []
-        end = length = 0
+        end = length = pads = 0
         for match, part in zip(found, media, strict=True):
             loaded = self.media.load(part)
+            pads += loaded.text.count("_pad|>")
+            if limit is not None and pads > limit:
+                raise ContextOverflowError(pads, limit)
             pieces += [text[end : match.start()], loaded.text]
             length += match.start() - end
             placed.append((loaded, length, length + len(loaded.text)))

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import random
 import subprocess
 import threading
 import zlib
@@ -14,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from media_files import clip, drawn, encoded, frames
 
 from ninfer_core.config import VisionConfig
 from ninfer_core.errors import ContentError, EngineClosedError, MediaError
@@ -23,6 +23,8 @@ from ninfer_core.frontend.decode import Sampling, Sizes, frame_numbers, frame_si
 from ninfer_core.frontend.media import MediaLoader, pair_times, video_text
 from ninfer_core.kernels.vision import patch_rows
 from ninfer_core.types import Image, Video
+from tests.media_files import clip, drawn, encoded, frames
+from tests.tools.fuzz_media import run
 
 PIL = pytest.importorskip("PIL.Image")
 VISION = VisionConfig(depth=1, hidden_size=64, num_heads=2, intermediate_size=64, out_hidden_size=64)
@@ -373,3 +375,13 @@ def test_missing_settings_and_sizes():
     made = MediaLoader(files() | {"preprocessor_config.json": older}, VISION)
     assert made.image.sizes == Sizes(32, 2, 1024, 4096) and made.image.mean == (0.5, 0.5, 0.5)
     assert made.most_patches == 25165824 // 256
+
+
+def test_mutated_files_are_read_or_refused():
+    """A short run of `tests/tools/fuzz_media.py`."""
+    made = run(random.Random(7), 60, 240)
+    found = made["found"]
+    assert made["files"] >= 80
+    assert sum(count for name, count in found.items() if name.endswith("refused")) > 20
+    assert sum(count for name, count in found.items() if name.endswith("read")) > 5
+    assert made["grown"] < 64 << 20 and made["largest"] < 600 << 20
