@@ -70,7 +70,7 @@ _CHAIN = tl.constexpr(MOST_DRAFTS)
 
 @triton.jit(do_not_specialize=["table_width", "pages_used"])
 def open_kernel(
-    lanes, tables, slots, tokens, lengths, commits, deltas, pages, table_width, pages_used,
+    lanes, tables, slots, tokens, lengths, commits, deltas, table_rows, table_width, pages_used,
     R: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (sequence, block of pages): the call of a round from its lanes; see `open_round`."""
@@ -81,7 +81,9 @@ def open_kernel(
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = page < pages_used
     tl.store(
-        pages + b * table_width + page, tl.load(tables + slot * table_width + page, mask=inside, other=0), mask=inside
+        table_rows + b * table_width + page,
+        tl.load(tables + slot * table_width + page, mask=inside, other=0),
+        mask=inside,
     )
     if tl.program_id(1) == 0:
         tl.store(lengths + b, tl.load(lane + _LENGTH))

@@ -1,0 +1,215 @@
+"""Lanes and the kernels between layers under Triton's interpreter. A program: prints one JSON line a case.
+
+Run with TRITON_INTERPRET=1 in a process of its own: the interpreter is chosen when Triton is first imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+import torch
+
+from ninfer_core.config import config_from_dict
+from ninfer_core.kernels import lanes_decode, rows_decode
+from ninfer_core.kernels._order import Activation, quantize_rows_ref
+from ninfer_core.kernels.head_decode import Candidates
+from ninfer_core.kernels.lanes_decode import LANE, LANE_WIDTH, MOST_DRAFTS, RESULT_WIDTH
+from ninfer_core.kernels.rope import rope_tables
+from ninfer_core.kernels.sampling import pick, uniform
+from ninfer_core.runtime.flights import Start
+from ninfer_core.runtime.graphs import DeviceRounds
+from ninfer_core.runtime.validation import SamplingParams
+
+VOCABULARY, ADDRESSABLE = 2048, 2000
+LAWS = [
+    SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=s)
+    for t, k, p, m, s in (
+        (0.0, 20, 1.0, 0.0, 1), (1.0, 20, 0.95, 0.0, 12345678901234567), (0.7, 1, 1.0, 0.0, 3), (0.6, 64, 0.8, 0.0, 4),
+        (1.3, 50, 1.0, 0.05, 2**63 + 5), (2.0, 64, 1.0, 0.0, 7), (1e-6, 5, 0.5, 0.0, 8),
+    )
+]  # fmt: skip
+
+
+def i32(*shape, fill=-1):
+    return torch.full(shape, fill, dtype=torch.int32)
+
+
+class NoDecoder:
+    """What `DeviceRounds` needs to make lanes."""
+
+    device = torch.device("cpu")
+
+
+class NoState:
+    slots = 9
+
+
+def lanes_of(starts):
+    """A lane table with these sequences in slots 1, 2, ..., written as the runtime writes it."""
+    rounds = DeviceRounds(NoDecoder(), None, NoState(), pages=8, addressable=ADDRESSABLE)
+    for slot, start in enumerate(starts, 1):
+        rounds.seat(slot, [slot, slot + 10], start)
+    return rounds.lanes, rounds.tables, torch.arange(1, len(starts) + 1, dtype=torch.int32)
+
+
+def candidates(logits):
+    cut = logits.clone()
+    cut[:, ADDRESSABLE:] = -torch.inf
+    value, at = cut.view(len(cut), -1, 32).nan_to_num(-torch.inf, torch.inf, -torch.inf).max(-1)
+    return Candidates(value.contiguous(), (at + 32 * torch.arange(value.shape[1])).int())
+
+
+def draw(kind):
+    """Every law at two rows each, against the host's draw."""
+    rows = 2 * len(LAWS)
+    logits = torch.randn(rows, VOCABULARY) * 3
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    if kind == "sick":
+        logits[3, 96:128], logits[7, 40] = torch.nan, torch.inf
+    starts = [Start(0, 0, 0, 10 * i, 100, law) for i, law in enumerate(LAWS)]
+    lanes, _, slots = lanes_of(starts)
+    token, bad = i32(rows), i32(rows)
+    scratch = i32(rows, 128), torch.full((rows, 64), torch.nan)
+    lanes_decode.sample(logits, candidates(logits), lanes, slots, *scratch, token, bad, addressable=ADDRESSABLE)
+    assert bad.tolist() == [int(kind == "sick" and row in (3, 7)) for row in range(rows)], bad
+    for i, law in enumerate(LAWS):
+        for r in range(2):
+            row = 2 * i + r
+            if not bad[row]:
+                want = pick(logits[row, :ADDRESSABLE], law, uniform(law.seed, 10 * i + r))
+                assert token[row] == want, f"{law}, row {r}: {token[row]}, not {want}"
+            assert 0 <= token[row] < ADDRESSABLE
+
+
+def accept():
+    """Four rows of seven sequences: none, some, all drafts; a stop; a limit; a sick row; an ended one."""
+    drafts = [11, 12, 13]
+    cases = [  # remaining, stops, drawn, sick rows, emitted, what is left
+        (50, (), [9, 8, 7, 6], (), [9], 49),
+        (50, (), [11, 12, 7, 6], (), [11, 12, 7], 47),
+        (50, (), [11, 12, 13, 6], (), [11, 12, 13, 6], 46),
+        (50, (12, 77), [11, 12, 13, 6], (), [11, 12], 0),
+        (3, (), [11, 12, 13, 6], (), [11, 12, 13], 0),
+        (50, (), [11, 7, 13, 6], (1,), [11, 7], 0),
+        (0, (), [11, 12, 13, 6], (), [], 0),
+    ]
+    starts = [Start(5, 100 + i, 2, 7, c[0], LAWS[0], drafts, c[1]) for i, c in enumerate(cases)]
+    lanes, _, slots = lanes_of(starts)
+    drawn = torch.tensor([c[2] for c in cases], dtype=torch.int32).flatten()
+    bad = torch.tensor([[int(r in c[3]) for r in range(4)] for c in cases], dtype=torch.int32).flatten()
+    results, follow, last = i32(7, RESULT_WIDTH), i32(28), i32(7)
+    chain = i32(MOST_DRAFTS, 7)
+    lanes_decode.accept(lanes, slots, drawn, bad, results, follow, last, chain)
+    for i, (remaining, _, _, sick, emitted, left) in enumerate(cases):
+        row, lane = results[i].tolist(), lanes[i + 1].tolist()
+        assert row[:2] == [len(emitted), int(bool(sick))] and row[2 : 2 + row[0]] == emitted, row
+        assert follow[4 * i : 4 * i + len(emitted)].tolist() == emitted
+        assert last[i] == max(len(emitted) - 1, 0)
+        assert chain[:, i].tolist() == [100 + i + len(emitted) + k for k in range(MOST_DRAFTS)]
+        assert lane[LANE.length] == 100 + i + len(emitted) and lane[LANE.commit] == len(emitted)
+        assert lane[LANE.anchor] == (emitted[-1] if emitted else 5)
+        assert lane[LANE.index] == 7 + len(emitted) and lane[LANE.remaining] == left and lane[LANE.rounds] == 1
+    lanes[1:8, LANE.remaining] = 50
+    pattern = torch.zeros(64, dtype=torch.int32)
+    pattern[1] = 2
+    lanes_decode.accept(lanes, slots, drawn, bad * 0, results, follow, last, chain, pattern)
+    assert results[0, :5].tolist() == [3, 0, 11, 12, 7], "forced: drafts as they are, then what was drawn"
+
+
+def open_and_keep():
+    starts = [Start(40 + i, 60 + i, i, 0, 9, LAWS[0], [1 + i, 2 + i], rope_delta=3 * i) for i in range(3)]
+    lanes, tables, slots = lanes_of(starts)
+    out = type("Call", (), {name: i32(3) for name in ("lengths", "commits", "deltas")})()
+    out.tokens, out.pages = i32(9), i32(3, tables.shape[1])
+    lanes_decode.open_round(lanes, tables, slots, 3, 2, out)
+    assert out.tokens.tolist() == [40, 1, 2, 41, 2, 3, 42, 3, 4]
+    assert (out.lengths.tolist(), out.commits.tolist(), out.deltas.tolist()) == ([60, 61, 62], [0, 1, 2], [0, 3, 6])
+    assert out.pages[:, :2].tolist() == [[1, 11], [2, 12], [3, 13]] and (out.pages[:, 2:] == -1).all()
+    lanes_decode.keep_drafts(lanes, slots, torch.tensor([[7, 8, 9], [4, 5, 6]], dtype=torch.int32))
+    assert lanes[1:4, LANE.drafts : LANE.drafts + 2].tolist() == [[7, 4], [8, 5], [9, 6]]
+    assert lanes.shape[1] == LANE_WIDTH and (lanes[0] == 0).all()
+
+
+def rope():
+    lengths, deltas = torch.tensor([0, 262_140], dtype=torch.int32), torch.tensor([0, -7], dtype=torch.int32)
+    cos, sin = torch.full((6, 64), torch.nan), torch.full((6, 64), torch.nan)
+    rows_decode.rope_rows(rows_decode.rope_turns(64, 1e7, "cpu"), lengths, deltas, cos, sin)
+    places = torch.cat([n + d + torch.arange(3) for n, d in zip(lengths, deltas, strict=True)])
+    for got, want in zip((cos, sin), rope_tables(places, 64, 1e7), strict=True):
+        assert (got - want[:, 0]).abs().max() < 1e-6
+
+
+def finish():
+    rows, width = 4, 512
+    u, x = torch.randn(rows, width), torch.randn(rows, width)
+    a = Activation.from_rows(u, (x * x).view(rows, -1, 32).sum(-1))
+    want = u * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+    ring, slots, lengths = torch.zeros(3, 5, width).bfloat16(), *(torch.tensor(v).int() for v in ([2, 1], [9, 3]))
+    out, h = Activation.empty(rows, width, 1, "cpu"), torch.full((rows, width), torch.nan)
+    rows_decode.finish_rows(u, a, out, h, keep=(ring, slots, lengths))
+    assert torch.allclose(h, want, rtol=1e-6, atol=1e-7)
+    words, scales = quantize_rows_ref(h)
+    assert torch.equal(out.rows(rows)[0], words) and torch.allclose(out.rows(rows)[1], scales, rtol=1e-6)
+    for row, (slot, place) in enumerate(((2, 9 % 5), (2, 10 % 5), (1, 3), (1, 4))):
+        assert torch.allclose(ring[slot, place].float(), h[row], rtol=2**-7)
+    one, some = Activation.empty(2, width, 1, "cpu"), torch.full((2, width), torch.nan)
+    rows_decode.finish_rows(u, a, one, some, pick=torch.tensor([1, 0], dtype=torch.int32))
+    assert torch.equal(some, h[[1, 2]]) and torch.equal(one.rows(2)[0], out.rows(4)[0][[1, 2]])
+    rows_decode.quantize_rows(some, one)
+    assert torch.equal(one.rows(2)[0], out.rows(4)[0][[1, 2]]), "logits of kept rows see the same codes"
+
+
+def draft_input():
+    rows, width = 2, 256
+    u, x, hidden = torch.randn(rows, width), torch.randn(rows, width), torch.randn(rows, width)
+    norm = (torch.randn(width) * 0.1).bfloat16()
+    a = Activation.from_rows(u, (x * x).view(rows, -1, 32).sum(-1))
+    out = Activation.empty(rows, 2 * width, 1, "cpu")
+    rows_decode.draft_input(u, a, hidden, norm, out, eps=1e-6)
+    left = u * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+    right = hidden * torch.rsqrt((hidden * hidden).mean(-1, keepdim=True) + 1e-6) * (1 + norm.float())
+    want = torch.cat([left, right], 1)
+    assert ((out.values(rows) - want).norm() / want.norm()) < 0.01
+
+
+def workspace():
+    """Splits cover the context in powers of two, and long contexts take fewer rows."""
+    text = {
+        "hidden_size": 256, "num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 256, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 384, "max_position_embeddings": 65536,
+        "intermediate_size": 256,
+    }  # fmt: skip
+    from ninfer_core.model.fused import SPLIT, Workspace
+
+    work = Workspace(config_from_dict({"text_config": text}, "ninfer-demo"), "meta", context=65536)
+    for tokens in (1, 2048, 2049, 40_000, 65_536, 65_544):
+        splits = work.splits(tokens)
+        assert splits * SPLIT >= tokens and work.rows_within(splits) * splits <= work.parts
+    assert work.rows_within(work.splits(100)) == 64 and work.rows_within(work.splits(65_536)) >= 8
+
+
+CASES = {
+    "draw": lambda: draw("plain"), "draw ties": lambda: draw("ties"), "draw sick": lambda: draw("sick"),
+    "accept": accept, "open and keep": open_and_keep, "rope": rope, "finish": finish, "draft input": draft_input,
+    "workspace": workspace,
+}  # fmt: skip
+
+
+def main(names):
+    """Run the cases named, or all."""
+    for name in names or CASES:
+        torch.manual_seed(0)
+        try:
+            CASES[name]()
+            fault = None
+        except Exception:
+            fault = traceback.format_exc()[-2000:]
+        print(json.dumps({"case": name, "fault": fault}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
