@@ -163,16 +163,40 @@ def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) 
     if config.is_moe:
         pairs = config.num_experts_per_tok
         total += rows * (4 * (config.num_experts + 1) + 8 * config.moe_intermediate_size + 8 * pairs)
-        total += rows * (pairs + 1) * config.moe_intermediate_size // 32 * 36
+        total += rows * (pairs + 1) * config.moe_intermediate_size // 32 * 36 + rows * pairs * hidden * 4
+        total += config.num_experts * (ROWS + 1) * 4
         total += config.num_experts * (rows + 1) * 4 + rows * pairs * hidden * 4
     else:
         total += activation(config.intermediate_size, 1)
     return total + rows * (512 + config.vocab_size * 4 + config.vocab_size // 32 * 8)
 
 
-def prefill_workspace_bytes(config: ModelConfig, chunk: int) -> int:
-    """Bytes that a prompt chunk of `chunk` tokens takes while it is read."""
-    return 0
+SCRATCH = 64 << 20
+"""Values of the scratch that dense weights are opened into for a prompt chunk."""
+
+
+def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int:
+    """Bytes of `model.fused_prefill.FusedPrefill` for chunks of `rows` rows that end within `context` tokens."""
+    hidden, value, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
+    query, kv, inner = config.query_width, config.kv_width, config.intermediate_size
+    padded, room = up(rows, PAGE), up(max(context, rows), 128)
+    delta = padded * (2 * config.conv_channels + 8 * heads + 4 * value)
+    delta += padded // PAGE * heads * config.linear_key_head_dim * config.linear_value_head_dim * 2
+    gdn = delta + rows * (2 * (config.conv_channels + value) + 8 * heads + 2 * value)
+    attention = rows * (4 * (query + kv) + 4 * query) + 4 * kv * room
+    router = up(config.num_experts + 1, 8)
+    if config.is_moe:
+        shared, active = config.shared_expert_intermediate_size, config.num_experts_per_tok
+        mlp = rows * (
+            4 * router + 6 * shared + 2 * hidden + active * (2 * config.moe_intermediate_size + 2 * hidden + 32)
+        )
+    else:
+        mlp = rows * 2 * (3 * inner + hidden)
+    widest = max(config.conv_channels + value, 2 * (query + kv), 2 * inner)
+    scratch = 2 * min(widest * max(hidden, inner), SCRATCH)
+    rest = rows * hidden * (8 + (4 if config.mtp_num_hidden_layers else 0)) + scratch
+    routers = config.num_hidden_layers * router * hidden * 2 if config.is_moe else 0
+    return max(gdn, attention, mlp) + rest + routers + config.num_hidden_layers * max(1, config.num_experts) * 4
 
 
 # --- what a model needs ----------------------------------------------------------------------------------------------
@@ -231,7 +255,7 @@ def fused_footprint(
     def workspaces(context: int) -> Mapping[str, int]:
         return {
             "workspace of a round": decode_workspace_bytes(config, context),
-            "workspace of a prompt chunk": prefill_workspace_bytes(config, chunk),
+            "workspace of a prompt chunk": prefill_workspace_bytes(config, chunk, context),
         }
 
     return Footprint(

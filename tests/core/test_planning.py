@@ -18,6 +18,7 @@ from ninfer_core.errors import ContentError, InvalidRequestError, MemoryPlanErro
 from ninfer_core.footprint import fused_footprint, reference_footprint
 from ninfer_core.inventory import inventory
 from ninfer_core.model.fused import Workspace
+from ninfer_core.model.fused_prefill import PrefillWorkspace
 from ninfer_core.runtime.options import EngineOptions
 from ninfer_core.runtime.planning import VISION_WORKSPACE, budget_of, free_memory, plan
 from ninfer_core.state import FusedState, State
@@ -59,12 +60,16 @@ def test_reference_weights_are_as_large_as_told(model):
 
 
 @pytest.mark.parametrize("moe", [True, False])
-def test_the_workspace_of_a_round_is_as_large_as_told(moe):
+def test_the_buffers_of_the_fused_path_are_as_large_as_told(moe):
     config = config_from_dict(tiny_config(moe), "ninfer-demo")
     for context in (100, 100_000):
         real = Workspace(config, "cpu", context=context).nbytes
         told = footprint.decode_workspace_bytes(config, context)
         assert 0.97 * told <= real <= 1.03 * told, (context, real, told)
+        for rows in (64, 1000):
+            real = PrefillWorkspace(config, "cpu", rows=rows, context=context).nbytes
+            told = footprint.prefill_workspace_bytes(config, rows, context)
+            assert 0.95 * told - 65536 <= real <= 1.03 * told, (rows, context, real, told)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
