@@ -31,3 +31,10 @@ def register() -> None:
     own = ("langchain_ninfer", "ChatNInfer", *sample[2:])
     table["ninfer"] = type(sample)(*own) if hasattr(sample, "_fields") else own
     importlib.invalidate_caches()
+
+
+def register_deepagents() -> None:
+    """Let `create_deep_agent(model="ninfer:NAME")` make a `ChatNInfer`; deepagents calls this by its entry point."""
+    profiles = importlib.import_module("deepagents")
+    profile = profiles.ProviderProfile(pre_init=lambda _model: register())
+    profiles.register_provider_profile("ninfer", profile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -95,6 +96,46 @@ def test_model_strings_after_registration(monkeypatch: pytest.MonkeyPatch) -> No
     table["ollama"] = "another shape"
     with pytest.raises(UnsupportedError, match="instance"):
         register()
+
+
+DEEP = {"context_length": 200_000, "name": "scripted"}
+
+
+def test_a_deep_agent_by_instance() -> None:
+    from deepagents import create_deep_agent
+
+    engine = ScriptedEngine(Script("It is 3.", when=answered), CALL, **DEEP)
+    messages = create_deep_agent(model=ChatNInfer.from_engine(engine), tools=[add]).invoke(USER)["messages"]
+    assert messages[-1].text == "It is 3." and [m.content for m in messages if m.type == "tool"] == ["3"]
+    first = engine.requests[0]
+    assert {"add", "read_file", "write_file"} <= {tool.name for tool in first.tools}
+    assert len(engine.render(first)) > 10_000, "the default prompt and tools reach the model whole"
+    assert engine.requests[1].messages[: len(first.messages)] == first.messages, "the prefix stays for the cache"
+
+
+async def test_a_deep_agent_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of ours is imported or registered by the user; the string names the provider."""
+    from deepagents import create_deep_agent
+
+    from ninfer_core import adapter
+
+    (point,) = entry_points(group="deepagents.provider_profiles", name="ninfer")
+    assert point.value == "langchain_ninfer.registration:register_deepagents"
+    monkeypatch.setattr(base, "_BUILTIN_PROVIDERS", dict(base._BUILTIN_PROVIDERS))
+    engine = ScriptedEngine(Script("It is 3.", when=answered), CALL, **DEEP)
+    monkeypatch.setitem(adapter._SHARED, "default", engine)
+    agent = create_deep_agent(model="ninfer:scripted", tools=[add])
+    messages = (await agent.ainvoke(USER))["messages"]
+    assert messages[-1].text == "It is 3." and len(engine.requests) == 2
+
+
+def test_a_deep_agent_is_told_of_an_overflow() -> None:
+    from deepagents import create_deep_agent
+    from langchain_core.exceptions import ContextOverflowError
+
+    engine = ScriptedEngine("It is 3.", context_length=2000)
+    with pytest.raises(ContextOverflowError):
+        create_deep_agent(model=ChatNInfer.from_engine(engine), tools=[add]).invoke(USER)
 
 
 def test_an_agent_on_the_demo_model() -> None:
