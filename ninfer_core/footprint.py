@@ -1,8 +1,7 @@
 """How many bytes a model takes on a device, from its inventory and configuration alone. No torch.
 
-These are the sizes of what `packed`, `weights`, `state` and `model.fused` allocate; a test holds them together. A path
-that needs buffers of its own states them here, as a function of what they depend on, so that the plan knows them before
-anything is loaded.
+These are the sizes of what `packed`, `weights`, `state` and `model` allocate; a test holds them together. Weights,
+pages and slots are exact. Buffers of a path are as close as a description needs: an engine asks the path itself.
 """
 
 from __future__ import annotations
@@ -63,12 +62,13 @@ def kernel_format(names: Sequence[str], formats: Sequence[str]) -> str:
     return next(fmt for fmt in WIDER[widest:] if fmt in allowed)
 
 
-def packed_bytes(objects: Inventory, *, mtp: bool = True) -> int:
+def packed_bytes(objects: Inventory, *, mtp: bool = True, embedding: bool = True) -> int:
     """Device bytes of the text model in kernel order.
 
     Args:
         objects: name -> (shape, format) of the artifact.
         mtp: count the draft layer and the reduced draft head.
+        embedding: count the embedding table.
 
     Raises:
         GeometryError: a matrix that the kernels do not take.
@@ -77,6 +77,7 @@ def packed_bytes(objects: Inventory, *, mtp: bool = True) -> int:
     for name, (shape, fmt) in objects.items():
         prefix, last = name.rsplit("/", 1)
         skipped = not mtp and (name.startswith("mtp/") or last.startswith("draft_head"))
+        skipped = skipped or (not embedding and last == "token_embedding")
         if skipped or not name.startswith(("text/", "mtp/")) or last in _FUSED:
             continue
         parts = [name] + [f"{prefix}/{other}" for other, first in _FUSED.items() if first == last]
@@ -148,7 +149,7 @@ def fused_slot_bytes(config: ModelConfig) -> int:
 
 
 def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) -> int:
-    """Bytes of `model.fused.Workspace` for calls of up to `rows` rows over `context` tokens."""
+    """About the bytes of `model.fused.Workspace` for calls of up to `rows` rows over `context` tokens."""
 
     def activation(columns: int, parts: int) -> int:
         return rows * (columns // 32 * 36 + 4 * parts)
@@ -176,7 +177,7 @@ SCRATCH = 64 << 20
 
 
 def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int:
-    """Bytes of `model.fused_prefill.FusedPrefill` for chunks of `rows` rows that end within `context` tokens."""
+    """About the bytes of `model.fused_prefill.FusedPrefill` for chunks of `rows` rows within `context` tokens."""
     hidden, value, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
     query, kv, inner = config.query_width, config.kv_width, config.intermediate_size
     padded, room = up(rows, PAGE), up(max(context, rows), 128)
@@ -237,9 +238,15 @@ class Footprint:
 
 
 def fused_footprint(
-    config: ModelConfig, objects: Inventory, *, kv_cache: str = "int8", drafts: int = 3, chunk: int = 1024
+    config: ModelConfig,
+    objects: Inventory,
+    *,
+    kv_cache: str = "int8",
+    drafts: int = 3,
+    chunk: int = 1024,
+    embedding: bool = True,
 ) -> Footprint:
-    """What the Triton path needs.
+    """What the Triton path needs; `embedding`: the table lies on the device.
 
     Raises:
         UnsupportedError: a KV type that its kernels do not read.
@@ -258,13 +265,8 @@ def fused_footprint(
             "workspace of a prompt chunk": prefill_workspace_bytes(config, chunk, context),
         }
 
-    return Footprint(
-        packed_bytes(objects, mtp=drafts > 0),
-        page_bytes(config, kv_cache),
-        fused_slot_bytes(config),
-        drafts,
-        workspaces,
-    )
+    weights = packed_bytes(objects, mtp=drafts > 0, embedding=embedding)
+    return Footprint(weights, page_bytes(config, kv_cache), fused_slot_bytes(config), drafts, workspaces)
 
 
 def reference_footprint(

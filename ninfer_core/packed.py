@@ -181,8 +181,8 @@ Job = TensorJob | MatrixJob
 class _Arena:
     """One allocation, handed out piece by piece."""
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._used, self._memory = 0, torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, nbytes: int, *, pinned: bool = False) -> None:
+        self._used, self._memory = 0, torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -200,6 +200,7 @@ class _Builder:
     config: ModelConfig
     objects: Inventory
     arena: _Arena
+    table: _Arena
     jobs: list[Job] = field(default_factory=list)
 
     def stored(self, name: str) -> tuple[tuple[int, ...], str]:
@@ -217,7 +218,7 @@ class _Builder:
             row += shape[0]
         return out
 
-    def matrix(self, *names: str, interleave: bool = False) -> KernelMatrix:
+    def matrix(self, *names: str, interleave: bool = False, arena: _Arena | None = None) -> KernelMatrix:
         """Grouped objects one below the other, in the format of `kernel_format`."""
         parts = [(name, *self.stored(name)) for name in names]
         target = kernel_format(names, [fmt for _, _, fmt in parts])
@@ -228,15 +229,16 @@ class _Builder:
                 f"{bad[0]}: the kernels take rows in multiples of {multiple} and columns in multiples of "
                 f"{quant.K_ALIGN}; run this model on the CPU"
             )
-        out, row = self.empty(target, sum(shape[0] for _, shape, _ in parts), parts[0][1][1]), 0
+        rows, columns, row = sum(shape[0] for _, shape, _ in parts), parts[0][1][1], 0
+        out = self.empty(target, rows, columns, arena or self.arena)
         for name, shape, fmt in parts:
             self.jobs += _row_jobs(out, row, name, fmt, (shape[0], shape[1]), interleave)
             row += shape[0]
         return out
 
-    def empty(self, format: str, rows: int, columns: int) -> KernelMatrix:
+    def empty(self, format: str, rows: int, columns: int, arena: _Arena) -> KernelMatrix:
         """An unfilled matrix."""
-        words, high, scales = (self.arena.take((rows // 16, *shape), dtype) for shape, dtype in _tile(format, columns))
+        words, high, scales = (arena.take((rows // 16, *shape), dtype) for shape, dtype in _tile(format, columns))
         return KernelMatrix(words, high, scales, format, rows, columns)
 
     def weights(self, mtp: bool) -> PackedWeights:
@@ -245,7 +247,7 @@ class _Builder:
             draft = PackedDraftHead(self.matrix("text/draft_head"), self.tensor("text/draft_head_token_ids"))
         has_mtp = mtp and any(name.startswith("mtp/") for name in self.objects)
         return PackedWeights(
-            embedding=self.matrix("text/token_embedding"),
+            embedding=self.matrix("text/token_embedding", arena=self.table),
             layers=tuple(self.layer(f"text/layers/{i}/", kind) for i, kind in enumerate(self.config.layer_types)),
             final_norm=self.tensor("text/final_norm"),
             head=self.matrix("text/output_head"),
@@ -337,6 +339,7 @@ def load_packed(
     device: torch.device | str,
     *,
     mtp: bool = True,
+    host_embedding: bool = False,
     verify: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -349,6 +352,7 @@ def load_packed(
         artifact: an open `artifact.Artifact`.
         device: where the weights go.
         mtp: load the draft layer and the reduced draft head if present.
+        host_embedding: keep the embedding table in pinned host memory, from where kernels read its rows.
         verify: check the SHA-256 of the files at the same time.
         threads: threads that read; None takes the cores of this machine, at most eight.
         progress: called with (bytes done, bytes in all) on this thread.
@@ -372,17 +376,25 @@ def load_packed(
             tasks.append(Task(job.nbytes, tuple(spans), job.apply))
         transfer(tasks, torch.device(device), digests=digests, threads=threads, progress=progress)
 
-    return _make(artifact.config, found, torch.device(device), mtp, fill)
+    return _make(artifact.config, found, torch.device(device), mtp, host_embedding, fill)
 
 
 def _make(
-    config: ModelConfig, objects: Inventory, device: torch.device, mtp: bool, fill: Callable[[list[Job]], None]
+    config: ModelConfig,
+    objects: Inventory,
+    device: torch.device,
+    mtp: bool,
+    host_embedding: bool,
+    fill: Callable[[list[Job]], None],
 ) -> PackedWeights:
     """Allocate a tree and fill it; free it on any error, even where the error keeps references to it."""
-    arena, size = None, packed_bytes(objects, mtp=mtp)
+    arena, size = None, packed_bytes(objects, mtp=mtp, embedding=not host_embedding)
     try:
-        arena = _Arena(device, size)
-        builder = _Builder(config, objects, arena)
+        arena = table = _Arena(device, size)
+        if host_embedding:
+            rest = packed_bytes(objects, mtp=mtp) - size
+            table = _Arena(torch.device("cpu"), rest, pinned=device.type == "cuda")
+        builder = _Builder(config, objects, arena, table)
         weights = builder.weights(mtp)
         fill(builder.jobs)
         return weights
@@ -420,6 +432,7 @@ def random_packed(
     device: torch.device | str = "cuda",
     mtp: bool = True,
     draft_head: bool = True,
+    host_embedding: bool = False,
     recipe: Recipe | None = None,
 ) -> PackedWeights:
     """Random weights in the formats of a recipe (default: the published one), made on the device.
@@ -438,12 +451,12 @@ def random_packed(
             else:
                 job.store(*_random_rows(job, generator))
 
-    return _make(config, objects, torch.device(device), mtp, fill)
+    return _make(config, objects, torch.device(device), mtp, host_embedding, fill)
 
 
 def _random_rows(job: MatrixJob, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Codes and scales. The mean of the codes is 0: another would add up along K and make all rows alike."""
-    device, f, (rows, columns) = job.matrix.words.device, quant.format_of(job.format), (job.rows, job.shape[1])
+    device, f, (rows, columns) = generator.device, quant.format_of(job.format), (job.rows, job.shape[1])
     codes = torch.randint(-f.qmax, f.qmax + 1, (rows, columns), dtype=torch.int8, device=device, generator=generator)
     row = torch.arange(rows, device=device)
     codes[row, row * 37 % columns] = f.qmin  # one a row of what the range has on one side only

@@ -93,7 +93,10 @@ class PackedMtp:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """All weights of the text model. `embedding` is W8 or Q6. Parts that the source does not hold are None."""
+    """All weights of the text model. Parts that the source does not hold are None.
+
+    `embedding` is W8 or Q6, and may lie in pinned host memory instead of the device.
+    """
 
     embedding: KernelMatrix
     layers: tuple[PackedLayer, ...]
@@ -104,7 +107,7 @@ class PackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the one allocation behind all tensors."""
+        """Bytes of the one allocation on the device."""
         return self.final_norm.untyped_storage().nbytes()
 
     def free(self) -> None:

@@ -121,6 +121,19 @@ def test_all_tensors_share_one_allocation():
     assert len(storages) == 1
 
 
+def test_the_embedding_can_lie_apart():
+    with Artifact.open(tiny_artifact()) as artifact:
+        found = {name: (info.shape, info.format) for name, info in artifact.tensors.items()}
+        weights = packed.load_packed(artifact, "cpu", host_embedding=True)
+        assert_equal(weights, artifact)
+    assert weights.nbytes == packed.packed_bytes(found, embedding=False)
+    table = weights.embedding.words.untyped_storage()
+    assert table.data_ptr() != weights.final_norm.untyped_storage().data_ptr()
+    assert weights.nbytes + table.nbytes() == packed.packed_bytes(found)
+    weights.free()
+    assert weights.nbytes == 0 and packed.dequantize(weights.embedding).abs().sum() > 0
+
+
 def test_random_weights_keep_activations_of_order_one():
     config = config_from_dict(tiny_config(), "ninfer-demo")
     weights = packed.random_packed(config, seed=3, device="cpu")
