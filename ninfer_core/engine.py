@@ -183,7 +183,7 @@ class Engine(ModelCard):
             slots=loaded.plan.slots,
             pages=loaded.plan.pages,
             checkpoints=loaded.plan.checkpoints,
-            chunk=options.prefill_chunk,
+            chunk=loaded.chunk,
             answers=options.cache_answers,
             describe=self.frontend.tokenizer.decode,
         )
@@ -193,7 +193,7 @@ class Engine(ModelCard):
             loaded.state,
             reuse=reuse,
             draft_tokens=loaded.draft_tokens,
-            prefill_chunk=options.prefill_chunk,
+            prefill_chunk=loaded.chunk,
             decorate=partial(_decorate, self.frontend.tokenizer),
             device=loaded.device,
             adaptive=options.adaptive_drafts,

@@ -17,7 +17,7 @@ from ..artifact import Artifact, TensorInfo
 from ..config import PUBLISHED, ModelConfig
 from ..engine import Engine
 from ..errors import InvalidRequestError
-from ..inventory import default_recipe, inventory
+from ..inventory import TOKEN_IDS, default_recipe, inventory
 from ..runtime.handle import RequestHandle
 from ..runtime.options import EngineOptions
 from ..runtime.runner import Runner, Running
@@ -215,11 +215,11 @@ class RandomSource:
         scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.1
         return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
-    def packed(self, device: torch.device, mtp: bool) -> PackedWeights:
+    def packed(self, device: torch.device, mtp: bool, host_embedding: bool = False) -> PackedWeights:
         """All weights in kernel order, made on the device."""
         from ..packed import random_packed
 
-        return random_packed(self.config, seed=self._seed, device=device, mtp=mtp)
+        return random_packed(self.config, seed=self._seed, device=device, mtp=mtp, host_embedding=host_embedding)
 
 
 class RandomSubject(Subject):
@@ -244,22 +244,20 @@ class RandomSubject(Subject):
             prefix_cache=False,
             **target.options,
         )
-        loaded = load_model(source, options)  # type: ignore[arg-type]
+        loaded = load_model(source, options, addressable=TOKEN_IDS.get(config.model_id, 0))  # type: ignore[arg-type]
         self.formats, self.config, self.device, self.route = source.formats, config, loaded.device, loaded.route
         self.label = f"{config.model_id}-random"
         self.kv_cache, self.draft_tokens = target.kv_cache, loaded.draft_tokens
         self.context_length = loaded.plan.context_length
-        self.addressable = config.vocab_size
-        reuse = Reuse(
-            loaded.state, slots=loaded.plan.slots, pages=loaded.plan.pages, checkpoints=0, chunk=options.prefill_chunk
-        )
+        self.addressable = TOKEN_IDS.get(config.model_id, config.vocab_size)
+        reuse = Reuse(loaded.state, slots=loaded.plan.slots, pages=loaded.plan.pages, checkpoints=0, chunk=loaded.chunk)
         self.runner = Runner(
             loaded.decoder,
             loaded.mtp,
             loaded.state,
             reuse=reuse,
             draft_tokens=loaded.draft_tokens,
-            prefill_chunk=options.prefill_chunk,
+            prefill_chunk=loaded.chunk,
             decorate=lambda raw: [],
             device=loaded.device,
             adaptive=False,

@@ -5,7 +5,7 @@ host can launch a round before it has read the one before. Rounds of the same sh
 in powers of two) replay one graph; the first round of a shape runs without a graph, which also compiles its kernels.
 Every batch size has graphs of its own, so no padding rows exist that could touch a state.
 
-To measure without requests: make `DeviceRounds`, `seat` the slots (any page contents), set `pattern` to force how many
+To measure without requests: make `DeviceRounds`, `seat` its slots (any page contents), set `pattern` to force how many
 drafts are accepted (64 counts, taken in turn by every sequence), then `launch` and `LaunchedRound.read` in turn.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import ModelConfig
 from ..kernels.attention_decode import PAGE
 from ..kernels.lanes_decode import (
     LANE,
@@ -93,12 +94,18 @@ class _Opened:
     pages: Tensor
 
 
+def rounds_bytes(config: ModelConfig, slots: int, pages: int, mtp: bool) -> int:
+    """Device bytes of `DeviceRounds`, nearly all of them hidden rows and page tables."""
+    kept = slots * KEPT * config.hidden_size * 2 if mtp else 0
+    return kept + (slots + ROWS) * (pages + 16) * 4 + (1 << 18)
+
+
 class DeviceRounds:
     """Runs rounds of the sequences that have a lane. One stream, one caller.
 
     Args:
         decoder: the trunk. mtp: the draft layer, or None.
-        state: device state; a lane belongs to each of its slots.
+        state: device state. slots: its first slots, which have lanes.
         pages: most pages of one sequence.
         addressable: ids below this have text; no other is drawn.
         graphs: replay CUDA graphs; False launches kernel by kernel (same bits).
@@ -110,6 +117,7 @@ class DeviceRounds:
         mtp: FusedMTP | None,
         state: FusedState,
         *,
+        slots: int,
         pages: int,
         addressable: int,
         graphs: bool = True,
@@ -121,10 +129,10 @@ class DeviceRounds:
         self._graphs: dict[tuple[int, int, int, int], torch.cuda.CUDAGraph | None] = {}
         self._use_graphs = graphs and self._cuda
         self._pages = -(-pages // 16) * 16
-        self.lanes = torch.zeros(state.slots, LANE_WIDTH, dtype=torch.int32, device=device)
-        self.tables = torch.zeros(state.slots, self._pages, dtype=torch.int32, device=device)
+        self.lanes = torch.zeros(slots, LANE_WIDTH, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(slots, self._pages, dtype=torch.int32, device=device)
         self.kept = (
-            torch.zeros(state.slots, KEPT, decoder.config.hidden_size, dtype=torch.bfloat16, device=device)
+            torch.zeros(slots, KEPT, decoder.config.hidden_size, dtype=torch.bfloat16, device=device)
             if mtp is not None
             else None
         )

@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import logging
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ninfer.engine")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU_ROUTE = "cpu: torch reference path"
+CHUNK = {"cpu": 256, "cuda": 2048}
+"""Prompt tokens per step where `prefill_chunk` is "auto"."""
 OLDEST = (8, 0)
 """The oldest compute capability that the kernels run on."""
 _SMALL = 1 << 28
@@ -42,7 +44,7 @@ _SMALL = 1 << 28
 class LoadedModel:
     """A model on its device with its state. `route` says what computes: device and kind of kernels.
 
-    `lanes`: what decodes on the device without the host, if that can be.
+    `chunk`: prompt tokens per step. `lanes`: what decodes on the device without the host, if that can be.
     """
 
     decoder: Decoder | FusedDecoder
@@ -54,6 +56,7 @@ class LoadedModel:
     draft_tokens: int
     threads: int
     tower: VisionTower | None
+    chunk: int
     lanes: LaneRounds | None = None
 
     def free(self) -> None:
@@ -122,7 +125,7 @@ def load_model(
     """Read the weights and allocate the state.
 
     Args:
-        artifact: an open artifact, or one that makes its weights itself (`packed(device, mtp)` on a GPU: the bench's).
+        artifact: an open artifact, or one that makes its weights itself (`packed(device, mtp, host_embedding)` on a GPU: the bench's).
         options: of the engine.
         most_patches: of the largest medium, if media are read.
         addressable: ids below this have text (0: all have); the device draws no other.
@@ -132,6 +135,8 @@ def load_model(
         DeviceError, MemoryPlanError, ArtifactError: see `choose_device`, `planning.plan` and `Artifact`.
     """
     device, route = choose_device(options.device)
+    if options.prefill_chunk == "auto":
+        options = replace(options, prefill_chunk=CHUNK[device.type])
     config = artifact.config
     drafts = options.draft_tokens if config.mtp_num_hidden_layers else 0
     if drafts < options.draft_tokens:
@@ -181,7 +186,9 @@ def _load_reference(
     if threads == "auto":
         threads = 1 if footprint.weights <= _SMALL else torch.get_num_threads()
     mtp = MTP(weights, config) if drafts else None
-    return LoadedModel(Decoder(weights, config), mtp, state, made, device, "", drafts, threads, tower)
+    return LoadedModel(
+        Decoder(weights, config), mtp, state, made, device, "", drafts, threads, tower, options.prefill_chunk
+    )
 
 
 def _load_fused(
@@ -198,7 +205,10 @@ def _load_fused(
     Raises:
         UnsupportedError: an option that only the torch path has.
     """
+    from ..model.fused import workspace_bytes
+    from ..model.fused_prefill import prefill_bytes
     from ..packed import load_packed
+    from .graphs import rounds_bytes
 
     if options.dtype != "auto":
         raise UnsupportedError(
@@ -206,16 +216,32 @@ def _load_fused(
             'device="cpu"',
             param="dtype",
         )
-    config = artifact.config
+    config, chunk = artifact.config, int(options.prefill_chunk)
+    host = options.embedding == "host"
     footprint = fused_footprint(
-        config, _objects(artifact), kv_cache=options.kv_cache, drafts=drafts, chunk=options.prefill_chunk
+        config, _objects(artifact), kv_cache=options.kv_cache, drafts=drafts, chunk=chunk, embedding=not host
+    )
+    footprint = replace(
+        footprint,
+        workspaces=lambda context: {
+            "workspace of a round": workspace_bytes(config, context + drafts)
+            + rounds_bytes(config, options.max_sequences, footprint.pages(context), drafts > 0),
+            "workspace of a prompt chunk": prefill_bytes(config, chunk, context + drafts),
+        },
     )
     made = plan(config, options, footprint, budget=budget_of(options, device), vision_bytes=workspace)
     own = getattr(artifact, "packed", None)
     if own is not None:
-        weights = own(device, drafts > 0)
+        weights = own(device, drafts > 0, host)
     else:
-        weights = load_packed(artifact, device, mtp=drafts > 0, verify=reading.verify, progress=reading.progress)
+        weights = load_packed(
+            artifact,
+            device,
+            mtp=drafts > 0,
+            host_embedding=host,
+            verify=reading.verify,
+            progress=reading.progress,
+        )
     try:
         return _around(artifact, options, device, drafts, weights, made, addressable)
     except BaseException as error:
@@ -245,17 +271,19 @@ def _around(
     from ..model.fused_prefill import FusedPrefill
     from .graphs import DeviceRounds
 
-    config = artifact.config
+    config, chunk = artifact.config, int(options.prefill_chunk)
     tower = None
     if options.vision and config.vision is not None:
         tower = VisionTower(load_tower(artifact, config.vision, device, torch.bfloat16), config.vision)
     slots, context = made.slots + made.checkpoints, made.context_length + drafts
     state = FusedState(config, slots=slots, pages=made.pages, max_draft=drafts, device=device)
-    chunks = FusedPrefill(weights, config, rows=options.prefill_chunk, context=context)
+    chunks = FusedPrefill(weights, config, rows=chunk, context=context)
     decoder = FusedDecoder(weights, config, context=context, chunks=chunks)
     mtp = FusedMTP(decoder) if drafts else None
-    lanes = DeviceRounds(decoder, mtp, state, pages=made.footprint.pages(made.context_length), addressable=addressable)
-    return LoadedModel(decoder, mtp, state, made, device, "", drafts, 1, tower, lanes)
+    lanes = DeviceRounds(
+        decoder, mtp, state, slots=made.slots, pages=made.footprint.pages(made.context_length), addressable=addressable
+    )
+    return LoadedModel(decoder, mtp, state, made, device, "", drafts, 1, tower, chunk, lanes)
 
 
 def _objects(artifact: Artifact) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -25,13 +25,16 @@ class EngineOptions:
     max_sequences: requests that run at once; each has its full context reserved. max_queue: requests that may wait.
     draft_tokens: tokens drafted per round (0 to 5). It changes speed, never the output.
     adaptive_drafts: a sequence for which drafting does not pay goes on without it, and tries again later.
-    kv_cache: element type of the KV cache. prefill_chunk: prompt tokens per step, a multiple of 64.
+    kv_cache: element type of the KV cache. prefill_chunk: prompt tokens per step, a multiple of 64;
+    "auto" is 2,048 on a GPU and 256 on the CPU.
     prefix_cache: keep what was read and written for later prompts that begin the same; a number is the room kept for
     that beside the running requests, in tokens (True: one context). checkpoints: states kept at most; "auto" is some
     per sequence, as memory allows. cache_answers: keep states behind answers too. These were made by decoding, so a
     later output can differ from that of a fresh engine within rounding; without them no output depends on earlier ones.
     threads: CPU threads of the model's arithmetic; "auto" is what was measured best.
     memory: bytes the engine may take on its device, weights included; "auto" is most of what is free at load time.
+    embedding: where the embedding table lies. "host" keeps it in pinned host memory, which frees 0.5 to 1 GB of a GPU;
+    kernels fetch the rows they need over the bus. On the CPU both are the same.
     verify: check the SHA-256 of the artifact's files while they are read.
     vision: load the vision tower and read images and videos. Off, the tower takes no memory and media are refused.
     """
@@ -45,12 +48,13 @@ class EngineOptions:
     draft_tokens: int = 3
     adaptive_drafts: bool = True
     kv_cache: Literal["int8", "bf16", "fp32"] = "int8"
-    prefill_chunk: int = 256
+    prefill_chunk: int | Literal["auto"] = "auto"
     prefix_cache: bool | int = True
     checkpoints: int | Literal["auto"] = "auto"
     cache_answers: bool = True
     threads: int | Literal["auto"] = "auto"
     memory: int | Literal["auto"] = "auto"
+    embedding: Literal["device", "host"] = "device"
     verify: bool = False
     vision: bool = False
 
@@ -58,6 +62,7 @@ class EngineOptions:
         _choice(self, "device", ("auto", "cpu", "cuda"))
         _choice(self, "dtype", ("auto", "float32", "bfloat16"))
         _choice(self, "kv_cache", ("int8", "bf16", "fp32"))
+        _choice(self, "embedding", ("device", "host"))
         _range(self, "context_length", 1, None)
         _range(self, "max_sequences", 1, 1024)
         _range(self, "max_queue", 0, None)
@@ -71,7 +76,7 @@ class EngineOptions:
         for name in ("verify", "vision"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
-        if self.prefill_chunk % PAGE:
+        if self.prefill_chunk != "auto" and self.prefill_chunk % PAGE:
             raise InvalidRequestError(
                 f"prefill_chunk is {self.prefill_chunk}; it must be a multiple of {PAGE}", param="prefill_chunk"
             )
@@ -96,12 +101,13 @@ class EngineFields(TypedDict, total=False):
     draft_tokens: int
     adaptive_drafts: bool
     kv_cache: Literal["int8", "bf16", "fp32"]
-    prefill_chunk: int
+    prefill_chunk: int | Literal["auto"]
     prefix_cache: bool | int
     checkpoints: int | Literal["auto"]
     cache_answers: bool
     threads: int | Literal["auto"]
     memory: int | Literal["auto"]
+    embedding: Literal["device", "host"]
     verify: bool
     vision: bool
 
@@ -129,7 +135,7 @@ def _choice(options: EngineOptions, name: str, allowed: tuple[str, ...]) -> None
 
 def _range(options: EngineOptions, name: str, low: int, high: int | None) -> None:
     value: Any = getattr(options, name)
-    if value == "auto" and name in ("context_length", "checkpoints", "threads", "memory"):
+    if value == "auto" and name in ("context_length", "prefill_chunk", "checkpoints", "threads", "memory"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"

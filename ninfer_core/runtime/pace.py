@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 LEARN = 6
 """Rounds with drafts before they are judged."""
+HOPELESS, AGAIN = 3, 2
+"""Rounds that are enough where no draft at all was right: at first, and when drafting is tried again."""
 REST, LONGEST = 32, 512
 """Single steps before drafting is tried again: at first, and at most."""
 
@@ -49,7 +51,7 @@ class Pacer:
             return self._rest(pace, sequences)
         pace.rounds += 1
         pace.tokens += (tokens - pace.tokens) / min(pace.rounds, 12)
-        if pace.rounds < LEARN:
+        if pace.rounds < LEARN and not self._hopeless(pace):
             return False
         pays = self._pays(pace.tokens, sequences)
         if pays is None:  # the cost of a single step is not known yet: find out, unless drafts do well anyway
@@ -61,11 +63,14 @@ class Pacer:
             pace.drafting, pace.rest, pace.span = False, pace.span, min(2 * pace.span, LONGEST)
         return False
 
+    def _hopeless(self, pace: Pace) -> bool:
+        return pace.tokens <= 1.0 and pace.rounds >= (HOPELESS if pace.span == REST else AGAIN)
+
     def _rest(self, pace: Pace, sequences: int) -> bool:
         pace.rest -= 1
         if pace.rest > 0:
             return False
-        if self._pays(pace.tokens, sequences) is False and pace.rounds >= LEARN and pace.span == REST:
+        if self._pays(pace.tokens, sequences) is False and pace.rounds and pace.span == REST:
             # the first look at a single step's cost is over, and drafts lose: rest properly
             pace.rest, pace.span, pace.rounds = pace.span, 2 * pace.span, 0
             return False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..state import State
+from ..state import FusedState, State
 from .options import PAGE
 from .pool import Pool
 from .prefix import Checkpoint, Keys, Kind, Match, PrefixCache
@@ -80,7 +80,7 @@ class Reuse:
 
     def __init__(
         self,
-        state: State,
+        state: State | FusedState,
         *,
         slots: int,
         pages: int,

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..model.decoder import Decoder
 from ..model.mtp import MTP
-from ..state import State
+from ..state import FusedState, State
 from .media import PromptMedia
+
+if TYPE_CHECKING:
+    from ..model.fused import FusedDecoder, FusedMTP
 
 
 @dataclass(slots=True)
@@ -37,7 +41,13 @@ class Window:
 class Rounds:
     """Runs windows of B sequences x R rows through the trunk and the draft layer."""
 
-    def __init__(self, decoder: Decoder, mtp: MTP | None, state: State, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder | FusedDecoder,
+        mtp: MTP | FusedMTP | None,
+        state: State | FusedState,
+        device: torch.device,
+    ) -> None:
         self._decoder = decoder
         self._mtp = mtp
         self._state = state

@@ -12,6 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..errors import EngineFailedError
 from ..model.decoder import Decoder
 from ..model.mtp import MTP
 from ..model.vision import VisionTower
-from ..state import State
+from ..state import FusedState, State
 from ..types import TokenLogprob
 from .flights import Flights, LaneRounds, Seated
 from .media import PromptMedia
@@ -31,6 +32,9 @@ from .reuse import Reuse, Seat, chunk_ends, prompt_keys
 from .rounds import Rounds, Window
 from .sampler import RawLogprob, Sampler
 from .session import Session
+
+if TYPE_CHECKING:
+    from ..model.fused import FusedDecoder, FusedMTP
 
 Proposal = Callable[["Running", list[int]], list[int]]
 """For tests: given a sequence and the draft layer's drafts, the drafts to verify instead (any ids, equally many)."""
@@ -112,9 +116,9 @@ class Runner:
 
     def __init__(
         self,
-        decoder: Decoder,
-        mtp: MTP | None,
-        state: State,
+        decoder: Decoder | FusedDecoder,
+        mtp: MTP | FusedMTP | None,
+        state: State | FusedState,
         *,
         reuse: Reuse,
         draft_tokens: int,

@@ -42,13 +42,9 @@ class NoDecoder:
     device = torch.device("cpu")
 
 
-class NoState:
-    slots = 9
-
-
 def lanes_of(starts):
     """A lane table with these sequences in slots 1, 2, ..., written as the runtime writes it."""
-    rounds = DeviceRounds(NoDecoder(), None, NoState(), pages=8, addressable=ADDRESSABLE)
+    rounds = DeviceRounds(NoDecoder(), None, None, slots=9, pages=8, addressable=ADDRESSABLE)
     for slot, start in enumerate(starts, 1):
         rounds.seat(slot, [slot, slot + 10], start)
     return rounds.lanes, rounds.tables, torch.arange(1, len(starts) + 1, dtype=torch.int32)
