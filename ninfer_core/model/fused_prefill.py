@@ -1,0 +1,370 @@
+"""Prompts in chunks over the prefill kernels: the trunk, and the draft layer's keys and values.
+
+A chunk of up to `rows` rows of one sequence runs through the layers as matrix products on tensor cores. All buffers are
+made once (`PrefillWorkspace`); nothing in a chunk reads the device from the host. What the state holds afterwards is
+what the decode kernels read next: the recurrent state committed, the last rows of the convolution in the ring.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..errors import InvalidRequestError
+from ..kernels import attention_prefill as attention
+from ..kernels import moe_prefill as moe
+from ..kernels._tiles_prefill import expert_tiles
+from ..kernels.gated_delta_prefill import DeltaWorkspace, gated_delta_chunk
+from ..kernels.linear_prefill import packed_product, product, rows_of
+from ..kernels.norm_prefill import add_norm, embed_rows, swiglu
+from ..kernels.rope import rope_tables
+from ..packed_tree import PackedAttention, PackedGdn, PackedLayer, PackedMlp, PackedMoe, PackedWeights
+from ..state import DeltaState, FusedState, KVLayer
+from .decoder import Indices
+
+SCRATCH = 64 << 20
+"""Values of the scratch that dense weights are opened into, 128 MB: a wider matrix is opened and used in parts."""
+
+ROOM = 128
+"""The scratch of opened pages holds tokens in multiples of this."""
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256
+
+
+class _Buffers:
+    """Hands out pieces of one buffer from its start; without a buffer it only counts."""
+
+    def __init__(self, memory: Tensor | None) -> None:
+        self.memory, self.used = memory, 0
+
+    def take(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        start, self.used = self.used, self.used + _align(nbytes)
+        if self.memory is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return self.memory[start : start + nbytes].view(dtype).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _GdnBuffers:
+    proj: Tensor
+    ab: Tensor
+    mixed: Tensor
+    delta: DeltaWorkspace
+
+    @staticmethod
+    def take(memory: Tensor | None, config: ModelConfig, rows: int) -> tuple[_GdnBuffers, int]:
+        b, heads = _Buffers(memory), config.linear_num_value_heads
+        width = config.gdn_value_width
+        delta = DeltaWorkspace(
+            *(
+                b.take(*shape, dtype=dtype)
+                for shape, dtype in DeltaWorkspace.shapes(rows, config.linear_num_key_heads, heads)
+            )
+        )
+        proj, ab = b.take(rows, config.conv_channels + width), b.take(rows, 2 * heads, dtype=torch.float32)
+        return _GdnBuffers(proj, ab, b.take(rows, width), delta), b.used
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionBuffers:
+    proj: Tensor
+    mixed: Tensor
+    attention: attention.AttentionWorkspace
+
+    @staticmethod
+    def take(memory: Tensor | None, config: ModelConfig, rows: int, tokens: int) -> tuple[_AttentionBuffers, int]:
+        """For `rows` rows, of which the last is among the first `tokens` tokens."""
+        b, heads = _Buffers(memory), config.num_attention_heads
+        room = -(-tokens // ROOM) * ROOM
+        proj, mixed = b.take(rows, 2 * (config.query_width + config.kv_width)), b.take(rows, config.query_width)
+        work = attention.AttentionWorkspace(
+            q=b.take(rows, heads, config.head_dim, dtype=torch.float16),
+            kv=b.take(2 * config.num_key_value_heads, room, config.head_dim, dtype=torch.float16),
+            acc=b.take(rows, config.query_width, dtype=torch.float32),
+            sums=b.take(2, heads, rows, dtype=torch.float32),
+            part=b.take(rows, config.query_width, dtype=torch.float16),
+        )
+        return _AttentionBuffers(proj, mixed, work), b.used
+
+
+@dataclass(frozen=True, slots=True)
+class _MoeBuffers:
+    logits: Tensor
+    shared: Tensor
+    shared_inner: Tensor
+    shared_out: Tensor
+    inner: Tensor
+    routed: Tensor
+    routing: moe.Routing
+
+    @staticmethod
+    def take(memory: Tensor | None, config: ModelConfig, rows: int, tokens: int) -> tuple[_MoeBuffers, int]:
+        b, active, experts = _Buffers(memory), config.num_experts_per_tok, config.num_experts
+        width, inner, shared = config.hidden_size, config.moe_intermediate_size, config.shared_expert_intermediate_size
+        parts = (b.take(n, dtype=dtype) for n, dtype in moe.Routing.shapes(rows, experts, active, tokens))
+        routing = moe.Routing(tokens, *parts)
+        return _MoeBuffers(
+            b.take(rows, router_rows(experts), dtype=torch.float32), b.take(rows, 2 * shared), b.take(rows, shared),
+            b.take(rows, width), b.take(rows * active, inner), b.take(rows * active, width), routing,
+        ), b.used  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _MlpBuffers:
+    gate_up: Tensor
+    inner: Tensor
+    out: Tensor
+
+    @staticmethod
+    def take(memory: Tensor | None, config: ModelConfig, rows: int) -> tuple[_MlpBuffers, int]:
+        b, inner = _Buffers(memory), config.intermediate_size
+        return _MlpBuffers(b.take(rows, 2 * inner), b.take(rows, inner), b.take(rows, config.hidden_size)), b.used
+
+
+def router_rows(experts: int) -> int:
+    """Rows of the padded router: the experts, the shared gate, zeros up to a multiple of 8."""
+    return -(-(experts + 1) // 8) * 8
+
+
+class PrefillWorkspace:
+    """Buffers for chunks of up to `rows` rows that end within `context` tokens.
+
+    The parts of a layer follow each other, so that their buffers are views of the same memory.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device | str, *, rows: int, context: int) -> None:
+        self.config, self.rows, self.context = config, rows, context
+        context = max(context, rows)
+        sizes = [
+            _GdnBuffers.take(None, config, rows)[1],
+            _AttentionBuffers.take(None, config, rows, context)[1],
+            self._ffn_bytes(rows),
+        ]
+        self.memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        hidden = config.hidden_size
+        self.x = torch.empty(rows, hidden, device=device)
+        self.u = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
+        self.pair = torch.empty(
+            rows if config.mtp_num_hidden_layers else 0, 2 * hidden, dtype=self.u.dtype, device=device
+        )
+        self.out = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
+        widest = max(config.conv_channels + config.gdn_value_width, 2 * (config.query_width + config.kv_width))
+        most = max(widest, 2 * config.intermediate_size) * max(hidden, config.intermediate_size)
+        self.scratch = torch.empty(min(most, SCRATCH), dtype=torch.bfloat16, device=device)
+        layers = config.num_hidden_layers
+        self.counts = torch.empty(layers, max(1, config.num_experts), dtype=torch.int32, device=device)
+
+    def _ffn_bytes(self, rows: int) -> int:
+        if self.config.is_moe:
+            return _MoeBuffers.take(None, self.config, rows, 1)[1]
+        return _MlpBuffers.take(None, self.config, rows)[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
+
+
+def prefill_bytes(config: ModelConfig, rows: int, context: int) -> int:
+    """Bytes that a `FusedPrefill` takes beside the weights, without allocating: workspace and routers."""
+    routers = config.num_hidden_layers * router_rows(config.num_experts) * config.hidden_size * 2
+    return PrefillWorkspace(config, "meta", rows=rows, context=context).nbytes + (routers if config.is_moe else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What all layers of a chunk share: rows, the slot, token index of row 0, page table int32 `[P]`, rotary tables."""
+
+    rows: int
+    slot: int
+    start: int
+    table: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class FusedPrefill:
+    """Runs prompt chunks. Holds the workspace and routers in operand order; all state is `FusedState`.
+
+    Args:
+        weights: packed, on the device of the state.
+        config: the model.
+        rows: most rows of a chunk; longer calls are refused.
+        context: most tokens of a sequence.
+    """
+
+    def __init__(self, weights: PackedWeights, config: ModelConfig, *, rows: int, context: int) -> None:
+        self.weights, self.config, self.eps = weights, config, config.rms_norm_eps
+        self.device = weights.final_norm.device
+        self.work = PrefillWorkspace(config, self.device, rows=rows, context=context)
+        self.routers = [self._router(layer.ffn) for layer in weights.layers]
+
+    def _router(self, ffn: PackedMoe | PackedMlp) -> Tensor | None:
+        """Router and shared gate with zero rows up to a multiple of 8, columns in operand order."""
+        if not isinstance(ffn, PackedMoe):
+            return None
+        count, width = ffn.router.shape
+        out = ffn.router.new_zeros(router_rows(count - 1), width)
+        out[:count, moe.slots(width, self.device)] = ffn.router
+        return out
+
+    @torch.inference_mode()
+    def chunk(
+        self,
+        state: FusedState,
+        tokens: Tensor,
+        slot: int,
+        start: int,
+        page_table: Indices,
+        positions: Tensor | None = None,
+        embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Run one chunk of a prompt; the state advances by all its rows. See `Decoder.prefill`.
+
+        Returns:
+            Final-normed hidden rows `[T, E]` fp32.
+
+        Raises:
+            InvalidRequestError: more rows or tokens than the workspace holds, or a page table that is too short.
+        """
+        call = self._call(tokens, slot, start, page_table, positions)
+        layers, w = self.weights.layers, self.weights
+        x, u = self.work.x[: call.rows], self.work.u[: call.rows]
+        self._embed(tokens, embeddings, x)
+        add_norm(x, None, layers[0].input_norm, u, self.eps)
+        self.work.counts.zero_()
+        hidden = torch.empty_like(x)
+        counts = [0, 0]
+        for i, layer in enumerate(layers):
+            attends = isinstance(layer.mixer, PackedAttention)
+            stores = state.kv if attends else state.gdn
+            self._mixer(layer.mixer, stores[counts[attends]], call)
+            counts[attends] += 1
+            last = i + 1 == len(layers)
+            self._ffn(layer, i, call.rows, w.final_norm if last else layers[i + 1].input_norm, hidden if last else u)
+        return hidden
+
+    @torch.inference_mode()
+    def fill_drafts(
+        self,
+        state: FusedState,
+        tokens: Tensor,
+        hidden: Tensor,
+        start: int,
+        page_table: Indices,
+        positions: Tensor | None = None,
+        embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Store the draft layer's keys and values of rows `start .. start + T - 1`. See `MTP.prefill`.
+
+        Raises:
+            InvalidRequestError: no draft layer, or as `chunk`.
+        """
+        mtp = self.weights.mtp
+        if mtp is None:
+            raise InvalidRequestError("these weights hold no draft layer (mtp/ objects); use 0 draft tokens")
+        call = self._call(tokens, 0, start, page_table, positions)
+        work, width, rows = self.work, self.config.hidden_size, call.rows
+        x, u, pair, out = work.x[:rows], work.u[:rows], work.pair[:rows], work.out[:rows]
+        self._embed(tokens, embeddings, x)
+        add_norm(x, None, mtp.embedding_norm, pair[:, :width], self.eps)
+        add_norm(hidden.contiguous(), None, mtp.hidden_norm, pair[:, width:], self.eps)
+        packed_product(pair, mtp.proj, work.scratch, out)
+        add_norm(out, None, mtp.layer.input_norm, u, self.eps)
+        mixer, kv = mtp.layer.mixer, state.mtp_kv[0]
+        assert isinstance(mixer, PackedAttention) and kv.scales is not None
+        queries, values = self.config.query_width, self.config.kv_width
+        proj = _AttentionBuffers.take(work.memory, self.config, rows, rows)[0].proj
+        for first, last in ((queries, queries + values), (2 * queries + values, 2 * (queries + values))):
+            packed_product(u, rows_of(mixer.proj, first, last), work.scratch, proj[:, first:last])
+        attention.append(
+            proj, mixer.q_norm, mixer.k_norm, call.cos, call.sin, kv.codes, kv.scales, call.table, start, None,
+            heads=self.config.num_attention_heads, eps=self.eps,
+        )  # fmt: skip
+
+    def _call(self, tokens: Tensor, slot: int, start: int, page_table: Indices, positions: Tensor | None) -> _Chunk:
+        rows, work = tokens.shape[0], self.work
+        if rows > work.rows or start + rows > work.context:
+            raise InvalidRequestError(
+                f"a chunk of {rows} rows up to token {start + rows}, but the workspace holds {work.rows} rows and "
+                f"{work.context} tokens; split the chunk or plan a longer context"
+            )
+        table = torch.as_tensor(page_table, dtype=torch.int32, device=self.device)
+        if table.shape[0] * FusedState.page_size < start + rows:
+            raise InvalidRequestError(
+                f"{table.shape[0]} pages hold {table.shape[0] * FusedState.page_size} tokens, but the call reaches "
+                f"{start + rows}; give more pages"
+            )
+        if positions is None:
+            positions = torch.arange(start, start + rows, device=self.device)
+        config = self.config
+        cos, sin = rope_tables(positions, config.rotary_dim, config.rope_theta, config.mrope_section)
+        return _Chunk(rows, slot, start, table, cos, sin)
+
+    def _embed(self, tokens: Tensor, embeddings: tuple[Tensor, Tensor] | None, x: Tensor) -> None:
+        embed_rows(self.weights.embedding, tokens.to(device=self.device, dtype=torch.int32), x)
+        if embeddings is not None:
+            places, features = embeddings
+            x.index_copy_(0, torch.as_tensor(places, dtype=torch.int64, device=self.device), features.to(x))
+
+    def _mixer(self, mixer: PackedGdn | PackedAttention, store: DeltaState | KVLayer, call: _Chunk) -> None:
+        """The mixer of the rows in `work.u`, and its output projection to `work.out`."""
+        work, config, rows = self.work, self.config, call.rows
+        u, out = work.u[:rows], work.out[:rows]
+        if isinstance(mixer, PackedGdn):
+            assert isinstance(store, DeltaState)
+            g = _GdnBuffers.take(work.memory, config, rows)[0]
+            packed_product(u, mixer.proj, work.scratch, g.proj)
+            product(u, mixer.side, g.ab)
+            gated_delta_chunk(
+                g.proj, g.ab, mixer.taps, mixer.a_log, mixer.dt_bias, mixer.norm, store, call.slot, call.start,
+                g.delta, g.mixed, eps=self.eps,
+            )  # fmt: skip
+            packed_product(g.mixed, mixer.output, work.scratch, out)
+            return
+        assert isinstance(store, KVLayer) and store.scales is not None
+        a = _AttentionBuffers.take(work.memory, config, rows, call.start + rows)[0]
+        heads = config.num_attention_heads
+        packed_product(u, mixer.proj, work.scratch, a.proj)
+        attention.append(
+            a.proj, mixer.q_norm, mixer.k_norm, call.cos, call.sin, store.codes, store.scales, call.table, call.start,
+            a.attention.q, heads=heads, eps=self.eps,
+        )  # fmt: skip
+        attention.attention_chunk(
+            a.proj, store.codes, store.scales, call.table, call.start, a.attention, a.mixed, heads=heads
+        )
+        packed_product(a.mixed, mixer.output, work.scratch, out)
+
+    def _ffn(self, layer: PackedLayer, index: int, rows: int, next_norm: Tensor, next_u: Tensor) -> None:
+        """Residual sum of `work.out`, the MLP, and the next layer's normed rows into `next_u`."""
+        work, config, ffn = self.work, self.config, layer.ffn
+        x, u, out = work.x[:rows], work.u[:rows], work.out[:rows]
+        if isinstance(ffn, PackedMlp):
+            add_norm(x, out, layer.post_norm, u, self.eps)
+            d = _MlpBuffers.take(work.memory, config, rows)[0]
+            packed_product(u, ffn.gate_up, work.scratch, d.gate_up)
+            swiglu(d.gate_up, d.inner, 32)
+            packed_product(d.inner, ffn.down, work.scratch, d.out)
+            add_norm(x, d.out, next_norm, next_u, self.eps)
+            return
+        experts, active = config.num_experts, config.num_experts_per_tok
+        up, down = expert_tiles(x, rows * active, experts)
+        m = _MoeBuffers.take(work.memory, config, rows, up.tokens)[0]
+        router = self.routers[index]
+        assert router is not None
+        add_norm(x, out, layer.post_norm, u, self.eps, slots=True)
+        product(u, router, m.logits)
+        moe.route(m.logits, work.counts[index], m.routing, experts, active)
+        moe.expert_gate_up(ffn.gate_up, u, m.routing, m.inner, up)
+        moe.expert_down(ffn.down, m.inner, m.routing, m.routed, down)
+        packed_product(u, ffn.shared_gate_up, work.scratch, m.shared, slots=True)
+        swiglu(m.shared, m.shared_inner, config.shared_expert_intermediate_size)
+        packed_product(m.shared_inner, ffn.shared_down, work.scratch, m.shared_out)
+        moe.combine(m.routed, m.routing, m.shared_out, m.logits, x, next_norm, next_u, experts, self.eps)
