@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from functools import cache
 
 import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.test_decode_kernels import lines
+from tests.kernels.test_decode_kernels import HERE, ROOT, lines
 
 CASES = (
     "draw", "draw ties", "draw sick", "accept", "open and keep", "rope", "finish", "draft input", "workspace",
@@ -24,3 +28,20 @@ def interpreted() -> dict[str, str | None]:
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_against_the_host(case):
     assert interpreted()[case] is None, interpreted()[case]
+
+
+HIDDEN = 0.06
+"""Int8 activations in groups of 32 through two layers, against fp32."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_a_whole_model_under_the_interpreter(kind):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "fused_case.py"), kind], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for what, error in json.loads(done.stdout).items():
+        assert error < HIDDEN, (what, error)
