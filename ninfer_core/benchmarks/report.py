@@ -11,7 +11,15 @@ from xml.sax.saxutils import escape
 from ..errors import InvalidRequestError
 from .results import Figure, read_all
 
-BEGIN, END = "<!-- speeds: made by `ninfer bench table`; do not edit -->", "<!-- end of speeds -->"
+BEGIN, END = "<!-- made by `ninfer bench table`; do not edit -->", "<!-- end of what `ninfer bench table` made -->"
+
+
+BUSY = 1.25
+"""Load per core above which a CPU was shared with other programs."""
+CARDS = (24, 32)
+MEMORY_CONTEXTS = (8_192, 262_144)
+CARD_RESERVE = 1.5
+"""GiB of a card that are not the engine's: the driver's own, compiled kernels, a desktop."""
 
 
 def number(value: float) -> str:
@@ -80,7 +88,7 @@ def readme_tables(folder: Path) -> str:
         )
     peers = {found["device"]["peers"]: found["figures"] for found in files.values() if "peers" in found["device"]}
     parts = []
-    for slug, found in files.items():
+    for slug, found in sorted(files.items(), key=lambda item: item[1]["device"].get("kind") == "cpu"):
         if "peers" not in found["device"]:
             parts.append(_device_table(found, slug, peers.get(slug, {})))
     return "\n\n".join(parts)
@@ -109,6 +117,9 @@ def _device_table(found: Mapping[str, Any], slug: str, peers: Mapping[str, Any])
     columns = 5 if any(row[4] for row in rows) else 4
     header = ("tokens a second", "ninfer", "byte floor", "share", "best peer")[:columns]
     notes = []
+    busy = max((entry.get("load") or 0.0 for entry in found["figures"].values()), default=0.0)
+    if busy > BUSY and found["device"]["kind"] == "cpu":
+        notes.append(f"Other programs ran beside the measurement (load {busy:g} per core): an idle machine is faster.")
     if random:
         notes.append("Weights are random in the published formats: speeds mean something, text does not.")
     if forced:
@@ -128,7 +139,8 @@ def _order(name: str) -> tuple[Any, ...]:
 def _label(model: str, kind: str, rest: Sequence[str], about: Mapping[str, Any]) -> str:
     model = model.removesuffix("-random")
     if kind == "batch":
-        return f"{model}: decode of {int(rest[1]):,} requests together, {int(rest[0]):,} tokens each"
+        together = f"{int(rest[1]):,} requests together" if rest[1] != "1" else "1 request"
+        return f"{model}: decode of {together}, {int(rest[0]):,} tokens each"
     if kind == "prefill":
         return f"{model}: reading a prompt of {int(rest[0]):,} tokens"
     text = f"{model}: decode at {int(rest[1]):,} tokens"
@@ -138,20 +150,52 @@ def _label(model: str, kind: str, rest: Sequence[str], about: Mapping[str, Any])
     return text
 
 
+def memory_table() -> str:
+    """What each model needs on a GPU, from its shapes alone: INT8 KV cache, three drafts, one sequence."""
+    from ..config import PUBLISHED
+    from ..footprint import fused_footprint
+    from ..inventory import inventory
+
+    rows = []
+    for model, config in PUBLISHED.items():
+        need = fused_footprint(config, inventory(config, vision=False), drafts=3)
+        sizes = [f"{need.total(context) / 2**30:.1f} GiB" for context in MEMORY_CONTEXTS]
+        longest = [need.longest(int((card - CARD_RESERVE) * 2**30), config.max_position_embeddings) for card in CARDS]
+        fits = [f"{tokens // 1000 * 1000:,}" if tokens >= 1000 else "-" for tokens in longest]
+        fits = [
+            "all" if tokens == config.max_position_embeddings else text
+            for tokens, text in zip(longest, fits, strict=True)
+        ]
+        rows.append((model, f"{need.weights / 2**30:.1f} GiB", *sizes, f"{need.slot / 2**20:.0f} MiB", *fits))
+    header = (
+        "model", "weights", *(f"at {context:,} tokens" for context in MEMORY_CONTEXTS), "each further sequence",
+        *(f"longest context on {card} GB" for card in CARDS),
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
 def update_readme(readme: Path, folder: Path) -> bool:
-    """Put the tables between the marks in a README; returns whether that changed it.
+    """Put speeds and memory between the marks in a README; returns whether that changed it.
 
     Raises:
         InvalidRequestError: the marks are missing.
     """
     text = readme.read_text(encoding="utf-8")
-    pattern = re.compile(re.escape(BEGIN) + r"\n.*?" + re.escape(END), re.S)
-    if not pattern.search(text):
-        raise InvalidRequestError(f"{readme} has no place for the tables: it needs the lines {BEGIN} and {END}")
-    made = pattern.sub(lambda match: f"{BEGIN}\n\n{readme_tables(folder)}\n\n{END}", text)
+    made = replaced(text, folder)
+    if made is None:
+        raise InvalidRequestError(f"{readme} has no place for the tables: it needs the lines {BEGIN} and {END}, twice")
     if made != text:
         readme.write_text(made, encoding="utf-8")
     return made != text
+
+
+def replaced(text: str, folder: Path) -> str | None:
+    """A README with its tables made anew: speeds in the first marked place, memory in the second; None without them."""
+    places = re.split(re.escape(BEGIN) + r"\n.*?" + re.escape(END), text, flags=re.S)
+    if len(places) != 3:
+        return None
+    speeds, memory = (f"{BEGIN}\n\n{made}\n\n{END}" for made in (readme_tables(folder), memory_table()))
+    return places[0] + speeds + places[1] + memory + places[2]
 
 
 # --- plot ------------------------------------------------------------------------------------------------------------

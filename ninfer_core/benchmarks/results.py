@@ -104,6 +104,13 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine() or "CPU"
 
 
+def load_per_core() -> float | None:
+    """Runnable programs per core over the last minutes, the measurement's own threads among them; None if not told."""
+    if not hasattr(os, "getloadavg"):
+        return None
+    return round(os.getloadavg()[1] / (os.cpu_count() or 1), 2)
+
+
 def slug_of(name: str) -> str:
     """A file name made of a device name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
@@ -151,7 +158,8 @@ def save(
     kept = read(path)["figures"] if path.exists() else {}
     if prefix:
         kept = {name: entry for name, entry in kept.items() if not name.startswith(prefix)}
-    origin = {"command": command, "commit": commit, "versions": versions(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    origin: dict[str, Any] = {"command": command, "commit": commit, "versions": versions()}
+    origin |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "load": load_per_core()}
     kept |= {figure.name: {**figure.as_dict(), **origin} for figure in figures}
     about = {"name": device.name, "kind": device.kind, "memory": device.memory}
     folder.mkdir(parents=True, exist_ok=True)

@@ -111,10 +111,13 @@ def test_readme_table_sets_each_figure_beside_floor_and_peer(filled: Path) -> No
 
 def test_readme_is_updated_in_its_marked_place_alone(filled: Path, tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"# x\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n")
+    place = f"{report.BEGIN}\nold\n{report.END}"
+    readme.write_text(f"# x\n\n{place}\n\nmiddle\n\n{place}\n\nrest\n")
     assert report.update_readme(readme, filled) and not report.update_readme(readme, filled)
     text = readme.read_text()
-    assert text.startswith("# x\n") and text.endswith("\n\nrest\n") and "old" not in text and "Some Card 9" in text
+    assert text.startswith("# x\n") and text.endswith("\n\nrest\n") and "old" not in text
+    speeds, memory = text.split("middle")
+    assert "Some Card 9" in speeds and "| qwen3.6-27b |" in memory and "| qwen3.6-27b |" not in speeds
     readme.write_text("nothing")
     with pytest.raises(InvalidRequestError, match="no place for the tables"):
         report.update_readme(readme, filled)
@@ -138,13 +141,9 @@ def test_every_kept_figure_names_its_command_and_versions() -> None:
             assert entry["command"] and entry["versions"] and entry["unit"], f"{slug}: {name}"
 
 
-def test_the_speeds_in_the_readme_are_those_of_the_result_files() -> None:
+def test_the_tables_in_the_readme_are_those_of_the_result_files() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(re.escape(report.BEGIN) + r"\n(.*?)" + re.escape(report.END), text, re.S)
-    assert found, "README.md has no speed tables"
-    assert found[1].strip() == report.readme_tables(RESULTS), (
-        "run `ninfer bench table tests/bench/results --readme README.md`"
-    )
+    assert text == report.replaced(text, RESULTS), "run `ninfer bench table tests/bench/results --readme README.md`"
 
 
 def test_the_page_on_quality_is_that_of_its_results() -> None:

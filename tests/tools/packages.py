@@ -3,7 +3,8 @@
     python -m tests.tools.packages                       # every extra, with this Python
     python -m tests.tools.packages --extra serve --python python3.12
 
-Each environment is made new and gets the wheel alone, outside the checkout; constraints.txt pins torch as CI does.
+Each environment is made new and gets the wheel alone, outside the checkout; constraints.txt pins torch as CI
+does, or `--newest` takes what a user gets.
 """
 
 from __future__ import annotations
@@ -93,15 +94,15 @@ def check(wheel: Path, sdist: Path) -> None:
     print(f"version {metadata['Version']}, needs {', '.join(needs)}")
 
 
-def attempt(extra: str, wheel: Path, python: str, folder: Path) -> None:
+def attempt(extra: str, wheel: Path, python: str, folder: Path, pinned: bool) -> None:
     """One extra in an environment of its own."""
     began = time.monotonic()
     place = folder / f"env-{extra or 'plain'}"
     run(python, "-m", "venv", str(place), cwd=folder)
     interpreter = str(place / "bin/python")
     what = f"ninfer[{extra}] @ {wheel.as_uri()}" if extra else f"ninfer @ {wheel.as_uri()}"
-    constraints = str(ROOT / "constraints.txt")
-    run(interpreter, "-m", "pip", "install", "--quiet", "--constraint", constraints, what, cwd=folder)
+    constraint = ["--constraint", str(ROOT / "constraints.txt")] if pinned else []
+    run(interpreter, "-m", "pip", "install", "--quiet", *constraint, what, cwd=folder)
     run(interpreter, "-m", "pip", "check", cwd=folder)
     work = place / "work"
     shutil.copytree(ROOT / "examples", work / "examples")
@@ -118,6 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extra", action="append", choices=list(TRIES), help="this extra only; repeatable")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environments")
+    parser.add_argument(
+        "--newest", action="store_true", help="the newest versions, as a user gets them: no constraints"
+    )
     parser.add_argument("--build-only", action="store_true", help="make and check the archives, install nothing")
     parser.add_argument("--keep", type=Path, help="copy wheel and sdist there")
     args = parser.parse_args()
@@ -131,7 +135,7 @@ def main() -> None:
                 shutil.copy(path, args.keep)
         if not args.build_only:
             for extra in args.extra or TRIES:
-                attempt(extra, wheel, args.python, folder)
+                attempt(extra, wheel, args.python, folder, not args.newest)
 
 
 if __name__ == "__main__":

@@ -218,22 +218,23 @@ def run_demo(folder: Path, items: int, samples: int, only: str, keep: Callable[[
     with Engine.load("demo", device="cpu") as engine:
         encode = engine.tokenizer.encode
     texts = []
-    for _, task in drawn[:: max(1, len(drawn) // samples)][:samples]:
+    for _, task in drawn[:: max(1, len(drawn) // max(1, samples))][:samples]:
         prompt, answer = generator.render(task)
         head = encode(prompt)
         texts.append(([*head, *encode(answer)], len(head)))
     targets = [torch.tensor(ids[start:]) for ids, start in texts]
     reference: list[Tensor] = []
     for variant in variants(own):
-        if reference and only and only not in variant.name:
+        if only and only not in variant.name and (reference or not samples):
             continue
         variant = replace(variant, recipe=sized(variant.recipe, own))
         began = time.monotonic()
         weights = load_weights(Quantized(config, get, names, variant), vision=False)
-        found = [logits_of(weights, config, variant, ids, start) for ids, start in texts]
-        reference = reference or found
-        entry: dict[str, Any] = compare(reference, found, targets)
-        entry |= {"answer_tokens": sum(map(len, targets)), "bits": bits(config, variant.recipe)}
+        entry: dict[str, Any] = {"bits": bits(config, variant.recipe)}
+        if samples:
+            found = [logits_of(weights, config, variant, ids, start) for ids, start in texts]
+            reference = reference or found
+            entry |= compare(reference, found, targets) | {"answer_tokens": sum(map(len, targets))}
         if items:
             entry |= score(weights, variant, drawn)
         keep(variant.name, entry)
@@ -327,10 +328,11 @@ def keep_in(section: str, command: str) -> Callable[[str, Any], None]:
     def keep(name: str, entry: Any) -> None:
         found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         rounded = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in entry.items()}
-        about = {"command": command, "commit": commit_of(), "versions": versions(), "device": device_of("cpu").name}
+        about: dict[str, Any] = {"commit": commit_of(), "versions": versions(), "device": device_of("cpu").name}
         about |= {"date": f"{datetime.now(UTC):%Y-%m-%d}"}
         part = found.setdefault(section, {"rows": {}})
-        part["rows"][name] = rounded
+        about["commands"] = list(dict.fromkeys([*part.get("made", {}).get("commands", ()), command]))
+        part["rows"].setdefault(name, {}).update(rounded)
         part["made"] = about
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -384,7 +386,8 @@ def _demo_note(tokens: int) -> str:
 
 def _made(section: dict[str, Any]) -> str:
     about = section["made"]
-    return f"Made by `{about['command']}` on {about['device']}, {about['date']}, commit {about['commit']}."
+    commands = ", ".join(f"`{command}`" for command in about["commands"])
+    return f"Made by {commands} on {about['device']}, {about['date']}, commit {about['commit']}."
 
 
 def main() -> None:
@@ -395,7 +398,7 @@ def main() -> None:
     parser.add_argument(
         "--items", type=int, default=6, help="tasks of each kind, four times as many tool calls; 0: none"
     )
-    parser.add_argument("--samples", type=int, default=60, help="answers that are teacher-forced")
+    parser.add_argument("--samples", type=int, default=60, help="answers that are teacher-forced; 0: none")
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     parser.add_argument("--write", type=Path, help="write the page from the results kept")
     args = parser.parse_args()
