@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ninfer_core.errors import InvalidRequestError
-from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool
+from ninfer_core.types import Message, Part, Request, ResponseFormat, Sampling, Text, Tool
 
 from .inputs import message_from_json, message_to_json, read_json
 
@@ -131,20 +131,30 @@ class Chat:
         self.settings = settings
         self.messages: list[Message] = list(messages)
         self._attached: list[str] = []
+        self._shown: list[Part] = []
         self._regenerations = 0
 
     @property
     def attached(self) -> int:
-        """How many texts wait to go in front of the next user message."""
-        return len(self._attached)
+        """How many texts, images and videos wait to go in front of the next user message."""
+        return len(self._attached) + len(self._shown)
 
     def attach(self, name: str, text: str) -> None:
         """Put a text, under its name, in front of the next user message."""
         self._attached.append(f"{name}:\n```\n{text.rstrip()}\n```\n")
 
-    def ask(self, text: str) -> Request:
+    def show(self, medium: Part) -> None:
+        """Put an image or video in front of the next user message."""
+        self._shown.append(medium)
+
+    def ask(self, content: str | tuple[Part, ...]) -> Request:
         """The request for a new user message; `answer` or `abandon` must follow."""
-        self.messages.append(Message("user", "\n".join([*self._attached, text]) if self._attached else text))
+        if isinstance(content, str) and not self._shown:
+            content = "\n".join([*self._attached, content])
+        else:
+            parts = (Text(content),) if isinstance(content, str) else content
+            content = (*self._shown, *(Text(text + "\n") for text in self._attached), *parts)
+        self.messages.append(Message("user", content))
         self._regenerations = 0
         return self.request()
 
@@ -159,12 +169,12 @@ class Chat:
 
     def answer(self, message: Message) -> None:
         """Store the answer. An interrupted answer of no text at all keeps only the question."""
-        self._attached.clear()
+        self._forget_attached()
         if message.text or message.tool_calls or message.reasoning:
             self.messages.append(message)
 
     def abandon(self) -> None:
-        """Forget the last user message after an error; attached texts wait for the next one."""
+        """Forget the last user message after an error; what was attached waits for the next one."""
         if self.messages and self.messages[-1].role == "user":
             self.messages.pop()
 
@@ -188,9 +198,13 @@ class Chat:
         return False
 
     def clear(self) -> None:
-        """Forget all turns and attached texts; settings stay."""
+        """Forget all turns and what was attached; settings stay."""
         self.messages.clear()
+        self._forget_attached()
+
+    def _forget_attached(self) -> None:
         self._attached.clear()
+        self._shown.clear()
 
     def save(self, path: Path) -> None:
         """Write the conversation as JSON that `load` and `ninfer run --messages` read; replaces the file as a whole."""
@@ -239,7 +253,7 @@ class Chat:
         if "parameters" in value:
             self.settings.parameters = parameters
         self.messages = messages
-        self._attached.clear()
+        self._forget_attached()
 
 
 def _saved_parameters(value: Any, path: Path) -> dict[str, Any]:

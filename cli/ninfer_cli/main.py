@@ -19,7 +19,7 @@ from ninfer_core import __version__
 from . import exits
 from .chat import PARAMETERS, Settings, check_parameter
 from .display import Console, OutputClosedError
-from .options import AsJson, Model, Quiet
+from .options import AsJson, ContextLength, Model, Quiet
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -148,6 +148,14 @@ def run(
     messages: Annotated[
         Path | None, typer.Option(help="JSON file with a conversation to continue.", metavar="FILE")
     ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Show an image; repeatable. Paths in PROMPT are found too (./a.png)."),
+    ] = None,
+    video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Show a video; repeatable.")] = None,
+    vision: Annotated[
+        bool, typer.Option("--vision", help="Load the vision tower, so that /image and paths work in a conversation.")
+    ] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     think: Annotated[
         bool | None, typer.Option("--think/--no-think", help="Let the model think first. [default: the model's own]")
@@ -180,10 +188,7 @@ def run(
     draft_tokens: Annotated[
         int | None, typer.Option(min=0, max=5, help="Tokens to draft per round; changes speed, never the answer.")
     ] = None,
-    context_length: Annotated[
-        int | None,
-        typer.Option("--context", min=1, envvar="NINFER_CONTEXT_LENGTH", help="Longest prompt plus answer, in tokens."),
-    ] = None,
+    context_length: ContextLength = None,
     device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Where to run. [default: auto]")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     host: Annotated[
@@ -202,6 +207,7 @@ def run(
     """Answer a prompt, or talk. stdout carries the answer alone; text on stdin goes in front of PROMPT."""
     from . import run as command
     from .inputs import argument_text, read_format, read_tools
+    from .pictures import medium
 
     parameters: dict[str, Any] = {
         "temperature": temperature,
@@ -230,7 +236,8 @@ def run(
             read_tools(tools) if tools else (),
             read_format(response_format) if response_format else None,
         ),
-        load=command.LoadOptions(context_length, draft_tokens, device, threads),
+        media=(*(medium(name, "image") for name in image or ()), *(medium(name, "video") for name in video or ())),
+        load=command.LoadOptions(context_length, draft_tokens, device, threads, vision),
         show_thinking=show_thinking,
         verbose=verbose,
         quiet=quiet,

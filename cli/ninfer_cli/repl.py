@@ -16,10 +16,11 @@ from .chat import PARAMETERS, Chat
 from .display import AnswerView, Console
 from .inputs import read_format
 from .line_editor import Reader
+from .pictures import content, find_media, medium
 
 if TYPE_CHECKING:
     from ninfer_core.runtime.interface import EngineInterface
-    from ninfer_core.types import Request
+    from ninfer_core.types import Part, Request
 
 # A second Ctrl-C this soon after the one that stopped a turn means "out", in seconds.
 DOUBLE_PRESS = 1.0
@@ -130,13 +131,22 @@ class Repl:
 
     def _ask(self, text: str) -> None:
         try:
-            self._turn(self.chat.ask(text))
+            self._turn(self.chat.ask(self._with_media(text)))
         except NinferError as error:
             self.chat.abandon()
             if isinstance(error, ContextOverflowError):
                 self.console.note(f"error: {error.message} /undo drops the last turn, /clear drops all.")
                 return
             raise
+
+    def _with_media(self, text: str) -> str | tuple[Part, ...]:
+        """A message with the files that paths in it name, if the model sees; other paths stay text, with a note."""
+        if not self.engine.profile.get("image_inputs"):
+            return text
+        _, missing = find_media(text)
+        for path in missing:
+            self.console.note(f"(there is no file {path}: the model gets the path as text)")
+        return content((), text, strict=False)
 
     def _turn(self, request: Request) -> None:
         turn = take_turn(self.engine, request, AnswerView(self.console, show_thinking=self._show_thinking))
@@ -165,6 +175,8 @@ class Repl:
             "/save": Command(self._save, "/save FILE", "write the conversation to a JSON file", "path"),
             "/load": Command(self._load, "/load FILE", "go on with a saved conversation", "path"),
             "/read": Command(self._read, "/read PATH", "put a text file in front of the next message", "path"),
+            "/image": Command(self._image, "/image PATH", "show an image with the next message", "path"),
+            "/video": Command(self._video, "/video PATH", "show a video with the next message", "path"),
             "/tokens": Command(self._tokens, "/tokens", "how much of the context is used"),
             "/stats": Command(self._stats, "/stats", "figures of the last answer"),
             "/help": Command(self._help, "/help", "this list"),
@@ -267,6 +279,21 @@ class Repl:
             raise InvalidRequestError(f"{path} is not UTF-8 text (byte {error.start})") from None
         self.chat.attach(path.name, text)
         self.console.note(f"{path.name}: {len(text.splitlines())} lines go in front of your next message")
+
+    def _image(self, rest: str) -> None:
+        self._show_medium(rest, "image")
+
+    def _video(self, rest: str) -> None:
+        self._show_medium(rest, "video")
+
+    def _show_medium(self, rest: str, kind: str) -> None:
+        if not rest.strip():
+            raise InvalidRequestError(f"usage: /{kind} PATH")
+        found = medium(rest, kind)
+        if not self.engine.profile.get("image_inputs"):
+            raise InvalidRequestError("no vision tower is loaded: start with --vision to show images and videos")
+        self.chat.show(found)
+        self.console.note(f"{Path(str(found.path)).name} goes with your next message")
 
     def _tokens(self, rest: str) -> None:
         used = self.engine.count_tokens(self.chat.request()) if self.chat.messages else 0

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from ninfer_core import __version__, store
 from ninfer_core.errors import InvalidRequestError, ModelNotFoundError
-from ninfer_core.types import Message
+from ninfer_core.types import Message, Part, Text
 
 from . import exits
 from .answer import Turn, statistics, statistics_lines, take_turn
 from .chat import Chat, Settings
 from .display import AnswerView, Console, Notes, loading
 from .inputs import read_messages
+from .pictures import content
 
 if TYPE_CHECKING:
     from ninfer_core import Engine
@@ -36,10 +37,11 @@ _STDIN_PATIENCE = 2.0
 class LoadOptions:
     """What the user said about the engine; None leaves the engine's own default."""
 
-    context: int | None = None
+    context: int | str | None = None
     draft_tokens: int | None = None
     device: str | None = None
     threads: int | None = None
+    vision: bool = False
     progress: Callable[[int, int], None] | None = None
 
 
@@ -53,6 +55,7 @@ class RunOptions:
     model: str
     prompt: str | None = None
     messages: Path | None = None
+    media: tuple[Part, ...] = ()
     settings: Settings = field(default_factory=Settings)
     load: LoadOptions = LoadOptions()
     show_thinking: bool | None = None
@@ -73,6 +76,7 @@ def load_engine(name: str, path: Path, options: LoadOptions) -> Engine:
         "draft_tokens": options.draft_tokens,
         "device": options.device,
         "threads": options.threads,
+        "vision": options.vision or None,
     }
     fields = {key: value for key, value in chosen.items() if value is not None}
     return Engine.load(str(path), max_sequences=1, progress=options.progress, **fields)
@@ -105,6 +109,8 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
         else:
             assert entry is not None
             name, source = entry.name, str(entry.path)
+            if options.media or any(not isinstance(message.content, str) for message in messages):
+                options.load = replace(options.load, vision=True)  # an image asks for the tower as --vision does
             engine, seconds = stack.enter_context(_loaded(name, entry.path, options, console, loader))
         if interactive:
             return _converse(engine, name, source, options, console, environ, seconds)
@@ -123,8 +129,8 @@ def _served_elsewhere(options: RunOptions, environ: Mapping[str, str]) -> Client
     if options.host:
         if options.no_server or options.load != LoadOptions():
             raise InvalidRequestError(
-                "--host uses a model that a server has loaded; --no-server, --context, --draft-tokens, --device and "
-                "--threads are about loading it here"
+                "--host uses a model that a server has loaded; --no-server, --context, --draft-tokens, --device, "
+                "--threads and --vision are about loading it here"
             )
         url: str | None = server_url(options.host)
         call(str(url), "/api/version", environ)
@@ -175,15 +181,19 @@ def _one_shot_messages(options: RunOptions, console: Console) -> tuple[Message, 
     messages: tuple[Message, ...] = ()
     if options.messages is not None:
         messages = read_messages(options.messages)
-    parts = []
+    piped = ""
     if options.prompt == "-" or (options.messages is None and not sys.stdin.isatty()):
-        parts.append(_read_stdin(console, options))
-    if options.prompt is not None and options.prompt != "-":
-        parts.append(options.prompt)
-    text = "\n\n".join(part for part in parts if part.strip())
-    if text:
-        return (*messages, Message("user", text))
-    if not messages:
+        piped = _read_stdin(console, options)
+    prompt = options.prompt if options.prompt is not None and options.prompt != "-" else ""
+    asked = content(options.media, prompt, strict=True)
+    if isinstance(asked, str):
+        text = "\n\n".join(part for part in (piped, asked) if part.strip())
+        if text:
+            return (*messages, Message("user", text))
+    elif piped.strip() or prompt.strip():
+        before = (Text(piped + "\n\n"),) if piped.strip() else ()
+        return (*messages, Message("user", (*before, *asked)))
+    if not messages or options.media:
         raise InvalidRequestError("the prompt is empty: give a PROMPT, --messages FILE, or text on stdin")
     return messages
 
@@ -241,6 +251,14 @@ def _say_if_cut(turn: Turn, console: Console) -> None:
         )
 
 
+def _opening(options: RunOptions) -> Chat:
+    """A conversation whose first message comes with the media of the command line."""
+    chat = Chat(options.settings)
+    for found in options.media:
+        chat.show(found)
+    return chat
+
+
 def _converse(
     engine: EngineInterface,
     name: str,
@@ -255,7 +273,7 @@ def _converse(
 
     repl = Repl(
         engine,
-        Chat(options.settings),
+        _opening(options),
         console,
         name=name,
         source=source,

@@ -15,7 +15,8 @@ from ninfer_core import store
 from ninfer_core.errors import InvalidRequestError, MissingDependencyError
 
 from .. import exits
-from ..options import complete_model
+from ..display import Console, loading
+from ..options import ContextLength, complete_model
 from .address import Address, bind, holder_of, parse_address
 from .durations import parse_duration
 from .settings import DEFAULT_PORT, ServerSettings
@@ -53,10 +54,7 @@ def serve(
     origins: Annotated[
         str, typer.Option(envvar="NINFER_ORIGINS", help="Further browser origins, separated by commas; * allows all.")
     ] = "",
-    context_length: Annotated[
-        int | None,
-        typer.Option("--context", min=1, envvar="NINFER_CONTEXT_LENGTH", help="Longest prompt plus answer, in tokens."),
-    ] = None,
+    context_length: ContextLength = None,
     parallel: Annotated[
         int, typer.Option(min=1, max=1024, envvar="NINFER_NUM_PARALLEL", help="Requests that run at once.")
     ] = 4,
@@ -67,6 +65,9 @@ def serve(
     kv_cache: Annotated[
         str | None, typer.Option(envvar="NINFER_KV_CACHE_TYPE", help="int8, bf16 or fp32. [default: int8]")
     ] = None,
+    vision: Annotated[
+        bool, typer.Option("--vision", envvar="NINFER_VISION", help="Load the vision tower and take images and videos.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. [default: the first GPU, else cpu]")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     strict_models: Annotated[
@@ -138,6 +139,7 @@ def serve(
         "context_length": context_length,
         "draft_tokens": draft_tokens,
         "kv_cache": kv_cache,
+        "vision": vision or None,
         "device": device,
         "threads": threads,
     }
@@ -160,10 +162,11 @@ class InstalledModels:
         return entries[0] if entries else store.describe("demo")
 
     def load(self, path: str) -> Engine:
-        """A loaded engine."""
+        """A loaded engine; how far it is shows on stderr."""
         from ninfer_core.engine import Engine
 
-        return Engine.load(path, **self._fields)
+        with loading(Console(os.environ), Path(path).name) as progress:
+            return Engine.load(path, progress=progress, **self._fields)
 
     def describe(self, path: str) -> Any:
         """The same without its weights."""
@@ -235,7 +238,7 @@ def run(settings: ServerSettings, address: Address, model: str, models: Models) 
         boot.close()
         for item in sockets:
             item.close()
-    if loading.is_alive():
+    if any(thread.name in ("ninfer-load", "ninfer-grammars") for thread in threading.enumerate()):
         # Stopped while loading: the interpreter's own shutdown would abort on a thread inside native code.
         sys.stderr.flush()
         os._exit(exits.OK)
