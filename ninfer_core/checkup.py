@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from . import hub, library, store
+from .cards import Card, cards
+from .config import PUBLISHED
 from .errors import ArtifactError, DeviceError, InvalidRequestError, NinferError
+from .footprint import OVERHEAD, fused_footprint
+from .inventory import inventory
 from .store import ModelEntry
 
 Level = Literal["ok", "note", "fail"]
-_MIN_CAPABILITY = (7, 5)
 _LOW_DISK = 25 * 10**9
 _EXTRAS = {"serve": ("fastapi", "uvicorn", "prometheus_client", "zstandard"), "vision": ("PIL", "av")}
 
@@ -131,14 +134,16 @@ def _device() -> Iterator[Finding]:
 def _card(index: int, driver: str) -> Finding:
     import torch
 
+    from .runtime.loading import OLDEST
+
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     text = (
         f"{properties.name} (compute capability {properties.major}.{properties.minor}, driver {driver or 'unknown'}, "
         f"CUDA {torch.version.cuda}), {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
     )
-    if (properties.major, properties.minor) < _MIN_CAPABILITY:
-        need = ".".join(map(str, _MIN_CAPABILITY))
+    if (properties.major, properties.minor) < OLDEST:
+        need = ".".join(map(str, OLDEST))
         return Finding(
             "device", "fail", text, f"the kernels need compute capability {need}; use --device cpu", DeviceError
         )
@@ -149,6 +154,28 @@ def _memory() -> Iterator[Finding]:
     free, total = _ram()
     if total:
         yield Finding("memory", "ok", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB of main memory available")
+    for index, card in enumerate(cards()):
+        for known in store.KNOWN:
+            if known.repository:
+                yield _fits(known, card, index)
+
+
+def _fits(known: store.KnownModel, card: Card, index: int) -> Finding:
+    """The longest context of a published model in the memory that a card has free now."""
+    config = PUBLISHED[known.model_id]
+    footprint = fused_footprint(config, dict(inventory(config)))
+    limit = config.max_position_embeddings
+    here, empty = (footprint.longest(count - OVERHEAD, limit) for count in (card.free, card.total))
+    text = f"{known.name} on card {index} ({card.name}): a context of up to {here:,} tokens fits in what is free"
+    if here:
+        more = f"; {empty:,} fit when nothing else uses the card" if empty > here else ""
+        return Finding("memory", "ok", text + more)
+    need = (footprint.total(4096) + OVERHEAD) / 1e9
+    text = (
+        f"{known.name} does not fit on card {index} ({card.name}): {card.free / 1e9:.1f} GB are free, and a context of "
+        f"4,096 tokens needs {need:.1f} GB"
+    )
+    return Finding("memory", "note", text, "end what else uses the card" if empty else "take a larger card")
 
 
 def _ram() -> tuple[int, int]:

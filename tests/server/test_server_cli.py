@@ -211,6 +211,12 @@ def test_doctor_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.cuda, "get_device_properties", lambda i: type("P", (), {"name": "Old", "major": 6, "minor": 1})
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (10**9, 8 * 10**9))
+    small, large = checkup.Card("Small", 24 * 10**9, 20 * 10**9), checkup.Card("Large", 80 * 10**9, 79 * 10**9)
+    monkeypatch.setattr(checkup, "cards", lambda: [small, large])
+    fits = [finding for finding in checkup._memory() if "card" in finding.text]
+    assert [finding.level for finding in fits] == ["ok", "note", "ok", "ok"]
+    assert "qwen3.6:35b-a3b does not fit on card 0 (Small): 20.0 GB are free" in fits[1].text
+    assert "up to 262,144 tokens" in fits[3].text
     card = checkup._card(0, "570.1")
     assert card.level == "fail" and "1.0 of 8.0 GB free" in card.text and "compute capability" in card.mend
 
