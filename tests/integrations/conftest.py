@@ -15,6 +15,9 @@ from ninfer_cli.server.app import build_app
 from ninfer_cli.server.settings import ServerSettings
 
 from ninfer_core import get_engine
+from ninfer_core.runtime.validation import check_request
+from ninfer_core.testing import ScriptedEngine
+from ninfer_core.types import Image, Request, Video
 
 
 @contextlib.contextmanager
@@ -49,3 +52,37 @@ def demo_server() -> Iterator[str]:
     engine = get_engine("default", None)
     with serving(engine.load()) as address:
         yield address
+
+
+class SeenMedium:
+    """What stands for an image or a video in a prompt that no tower reads."""
+
+    def __init__(self, part: Image | Video) -> None:
+        self.part = part
+        kind = "image" if isinstance(part, Image) else "video"
+        self.text = f"<|vision_start|><|{kind}_pad|><|vision_end|>"
+        self.digest = repr(part).encode()
+
+
+class SeeingEngine(ScriptedEngine):
+    """A scripted engine of a model with a vision tower: media reach the requests; their bytes are not decoded."""
+
+    vision = True
+
+    def __init__(self, *scripts: Any, **options: Any) -> None:
+        super().__init__(*scripts, **options)
+        self.frontend.media = self
+
+    def load_medium(self, part: Image | Video) -> SeenMedium:
+        return SeenMedium(part)
+
+    load = load_medium  # the frontend's name for it; a scripted engine has nothing else to load
+
+    def _check(self, request: Request) -> None:
+        check_request(request, addressable=self.tokenizer.addressable, vision=True, grammars=True)
+
+
+@pytest.fixture
+def seeing() -> SeeingEngine:
+    """An engine that answers "ok" to whatever it is shown."""
+    return SeeingEngine("ok")
