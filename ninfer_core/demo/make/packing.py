@@ -90,7 +90,7 @@ class Packer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         template: Path,
         seed: int,
         rows: int,
@@ -99,13 +99,16 @@ class Packer:
         test: bool = False,
         natural: float = 0.2,
     ) -> None:
-        self.generator = Generator(folder / "text", ChatTemplate(template.read_text(encoding="utf-8")), seed, test=test)
-        self.tokenizer = Tokenizer.from_file(str(folder / "tok" / "tokenizer.json"))
+        """`folder` holds words, tokenizer and natural text; None is enough for captions: the shipped tokenizer."""
+        text = folder / "text" if folder else None
+        self.generator = Generator(text, ChatTemplate(template.read_text(encoding="utf-8")), seed, test=test)
+        tokenizer = folder / "tok" if folder else template.parent / "artifact"
+        self.tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
         self.rng = random.Random(seed * 7919 + 1)
         self.rows, self.length, self.natural = rows, length, natural
         self.end = token_id("<|endoftext|>")
         self.pad = token_id("<|image_pad|>")
-        self.corpus = load_tokens(folder / "corpus.xz") if natural else np.zeros(0, np.uint16)
+        self.corpus = load_tokens(folder / "corpus.xz") if folder and natural else np.zeros(0, np.uint16)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text with its specials."""
