@@ -138,7 +138,7 @@ def decode(
     made: list[Figure] = []
     slow = False
     for context in contexts:
-        copy = method.fill == "copy" or (method.fill == "auto" and slow)
+        copy = (method.fill == "copy" or (method.fill == "auto" and slow)) and _copies(subject, context)
         for i in range(method.warm):
             run = one_run(subject, context, method, 1000 + i, copy=copy)
         if method.warm and not copy:
@@ -195,6 +195,11 @@ def _figures(
     return made
 
 
+def _copies(subject: Subject, context: int) -> bool:
+    """Whether pages lie between the first chunk and the last page of a prompt, which can be copied."""
+    return (context - 1) // PAGE * PAGE > subject.runner.chunk
+
+
 def _about(subject: Subject, context: int, copy: bool) -> dict[str, Any]:
     filled = (
         "copied pages and state: only the first chunk and the last page were read" if copy else "prompt read in full"
@@ -222,7 +227,11 @@ def batch(subject: Subject, sizes: Sequence[int], method: Method, *, context: in
         ]
         floor = step_floor(subject.config, subject.formats, context=context, sequences=size, kv_cache=subject.kv_cache)
         best = method.bandwidth / floor.total * size if method.bandwidth else None
-        about = {**_about(subject, context, True), "sequences": size, "floor_bytes": floor.as_dict()}
+        about = {
+            **_about(subject, context, _copies(subject, context)),
+            "sequences": size,
+            "floor_bytes": floor.as_dict(),
+        }
         name = f"{subject.label}/batch/{context}/{size}"
         made.append(figure_of(name, rates[method.warm :], "tok/s", floor=best, **about))
         method.say(f"{name}: {made[-1].value:,.1f} tok/s")

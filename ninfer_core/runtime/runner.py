@@ -136,7 +136,7 @@ class Runner:
         self._device = torch.device(device)
         self._rounds = Rounds(decoder, mtp, state, self._device)
         self._has_mtp = mtp is not None and draft_tokens > 0
-        self._chunk = prefill_chunk
+        self.chunk = prefill_chunk
         self._decorate = decorate
         self.draft_tokens = draft_tokens if self._has_mtp else 0
         self.reuse = reuse
@@ -168,7 +168,7 @@ class Runner:
             return None
         session.cached_tokens = seat.length
         sequence = Running(session, sampler, seat.slot, [], torch.empty(0), tokens, len(tokens), keys=keys)
-        sequence.ends = chunk_ends(prompt.cuts, len(tokens), self._chunk)
+        sequence.ends = chunk_ends(prompt.cuts, len(tokens), self.chunk)
         sequence.wanted = self.reuse.wanted(prompt, sequence.ends)
         if prompt.media:
             assert self._tower is not None
@@ -254,7 +254,7 @@ class Runner:
         if seat is None:
             raise EngineFailedError("a call for several requests failed, and there is no room to read this one again")
         sequence.target = max(sequence.prompt_tokens, len(sequence.tokens) - 1)
-        sequence.ends = chunk_ends(sequence.session.prompt.cuts, sequence.target, self._chunk)
+        sequence.ends = chunk_ends(sequence.session.prompt.cuts, sequence.target, self.chunk)
         self._sit(sequence, seat)
         sequence.commit = 0
         sequence.drafts, sequence.behind = [], []
@@ -325,7 +325,7 @@ class Runner:
 
     def retire(self, sequence: Running) -> None:
         """A sequence has ended well: keep the state behind its answer, where a tool result may follow."""
-        worth = sequence.length - max([sequence.base, *(c.length for c in sequence.kept)]) >= self._chunk // 4
+        worth = sequence.length - max([sequence.base, *(c.length for c in sequence.kept)]) >= self.chunk // 4
         if not (self.reuse.answers and worth) or sequence.prefilling:
             return
         seated = sequence.seated
