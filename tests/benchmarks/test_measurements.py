@@ -82,20 +82,20 @@ def test_prompts_have_their_length_and_differ_from_the_start() -> None:
 def test_a_whole_plan_with_batches_and_a_gap() -> None:
     said: list[str] = []
     plan = suite.Plan(
-        Target(random="demo", device="cpu"), ("decode", "batch", "gap"), contexts=(64,), drafts=(0, 2), forced=1.5,
+        Target(random="demo", device="cpu"), ("decode", "batch", "gap"), contexts=(400,), drafts=(0, 2), forced=1.5,
         batches=(1, 3), batch_context=64, gap_context=600, tokens=10, seeds=1, fill="copy", say=said.append,
     )  # fmt: skip
     device, figures = suite.run(plan)
     names = [figure.name.removeprefix("ninfer-demo-random/") for figure in figures]
     assert names == [
-        "bandwidth/read", "decode/mtp0/64", "decode/mtp2/64", "decode/mtp2-forced/64", "batch/64/1", "batch/64/3",
+        "bandwidth/read", "decode/mtp0/400", "decode/mtp2/400", "decode/mtp2-forced/400", "batch/64/1", "batch/64/3",
         "gap/600",
     ]  # fmt: skip
     assert device.kind == "cpu" and all(figure.value > 0 for figure in figures) and len(said) > 4
     by_name = dict(zip(names, figures, strict=True))
-    assert by_name["decode/mtp2-forced/64"].details["forced"].startswith("1.5 of 2 drafts are accepted")
-    assert by_name["decode/mtp2-forced/64"].details["tokens_per_round"] > 2
-    assert "forced" not in by_name["decode/mtp2/64"].details
+    assert by_name["decode/mtp2-forced/400"].details["forced"].startswith("1.5 of 2 drafts are accepted")
+    assert by_name["decode/mtp2-forced/400"].details["tokens_per_round"] > 2
+    assert "forced" not in by_name["decode/mtp2/400"].details
     assert by_name["gap/600"].value >= by_name["gap/600"].details["median_during_ms"]
 
 
