@@ -181,8 +181,8 @@ class Progress:
     def __init__(self, console: Console, label: str, *, quiet: bool = False, unit: str = "bytes") -> None:
         self._console, self._label, self._quiet, self._unit = console, label, quiet, unit
         self._live = console.styled_err
-        # The first plain line comes after a full interval: a step that ends sooner needs none.
-        self._next = time.monotonic() + (0.0 if self._live else self.PLAIN)
+        # The first plain line comes a full interval after the first report: a step that ends sooner needs none.
+        self._next: float | None = time.monotonic() if self._live else None
 
     def __enter__(self) -> Progress:
         if not self._quiet and self._live:
@@ -202,6 +202,8 @@ class Progress:
     def update(self, done: int, total: int, detail: str = "") -> None:
         """Report `done` of `total` (0: unknown); drawn at a bounded rate."""
         now = time.monotonic()
+        if self._next is None:
+            self._next = now + self.PLAIN
         if self._quiet or now < self._next:
             return
         self._next = now + (self.REDRAW if self._live else self.PLAIN)

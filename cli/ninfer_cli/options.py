@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,19 @@ def complete_model(incomplete: str) -> list[str]:
         return []  # a shell completion has no place to show an error
 
 
+def tokens_or_auto(text: str) -> int | str:
+    """A number of tokens, or `auto`.
+
+    Raises:
+        typer.BadParameter: neither.
+    """
+    if text.strip().lower() == "auto":
+        return "auto"
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is neither a number of tokens from 1 on nor auto")
+    return int(text)
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -27,6 +40,17 @@ Model = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
+ContextLength = Annotated[
+    Any,
+    typer.Option(
+        "--context",
+        "--max-context",
+        parser=tokens_or_auto,
+        metavar="TOKENS|auto",
+        envvar="NINFER_CONTEXT_LENGTH",
+        help="Longest prompt plus answer, in tokens; auto is the longest that fits. [default: auto]",
+    ),
+]
 Host = Annotated[
     str,
     typer.Option(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cli_support import TINY_CONFIG
-from ninfer_cli.display import Console, Progress
+from ninfer_cli.display import Console, Progress, loading
 from ninfer_cli.main import app
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
@@ -179,7 +179,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
     monkeypatch.setattr("ninfer_cli.display.time.monotonic", lambda: clock[0])
     stream = Stream(terminal)
     with Progress(Console(environ, out=Stream(False), err=stream), "work") as progress:
-        for i in range(1, 101):
+        for i in range(101):
             clock[0] = i / 10
             progress.update(i * 10**9, 100 * 10**9, "object")
     if live:
@@ -191,6 +191,16 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
             "work   50 %  50.0 GB of 100.0 GB  object",
             "work  100 %  100.0 GB of 100.0 GB  object",
         ]
+
+
+def test_loading_shows_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("ninfer_cli.display.time.monotonic", lambda: clock[0])
+    stream = Stream(True)
+    with loading(Console({}, out=Stream(False), err=stream), "qwen") as progress:
+        clock[0] = 2.0
+        progress(9 * 10**9, 18 * 10**9)
+    assert "loading qwen [############............]  50 %  9.0 GB of 18.0 GB  4.5 GB/s" in stream.text
 
 
 def test_quiet_progress_shows_nothing() -> None:

@@ -108,6 +108,8 @@ def test_load_options_reach_the_loader(run, engines, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NINFER_CONTEXT_LENGTH", "256")
     run("hi")
     assert engines[-1][1].context == 256
+    run("hi", "--max-context", "auto")
+    assert engines[-1][1].context == "auto" and engines[-1][1].progress is not None
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,7 @@ def test_load_options_reach_the_loader(run, engines, monkeypatch: pytest.MonkeyP
         (["--stop", ""], "at least one character"),
         (["--draft-tokens", "6"], "--draft-tokens"),
         (["--context", "0"], "--context"),
+        (["--max-context", "much"], "neither a number of tokens from 1 on nor auto"),
         (["--top-k", "x"], "--top-k"),
         (["--nonsense"], "--nonsense"),
         (["--messages", "/nonexistent.json"], "no such file or directory: /nonexistent.json"),
