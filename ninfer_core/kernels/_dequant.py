@@ -75,6 +75,8 @@ FRESH1 = tl.constexpr("ld.global.b32 $0, [$1];")
 FRESH2 = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$2];")
 FRESH4 = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
 EARLY1 = tl.constexpr("ld.global.cg.b32 $0, [$1];")
+EARLY2 = tl.constexpr("ld.global.cg.v2.b32 {$0, $1}, [$2];")
+EARLY4 = tl.constexpr("ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];")
 """WEIGHT: what no kernel writes. FRESH: results of the kernel in front. EARLY: older results, asked for before the
 wait, when the first-level cache may still hold what stood there before."""
 
@@ -130,6 +132,93 @@ def store_one(p, value, live, PTX: tl.constexpr):
         )
     else:
         tl.store(p, value, mask=live)
+
+
+@triton.jit
+def store_four(p, a, b, c, d, live, PTX: tl.constexpr):
+    """Store four fp32 values side by side at every pointer of `p` where `live`: one 16-byte store a lane."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
+            "=r,l,f,f,f,f,r",
+            [p.to(tl.int64), a, b, c, d, live.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(p, a, mask=live)
+        tl.store(p + 1, b, mask=live)
+        tl.store(p + 2, c, mask=live)
+        tl.store(p + 3, d, mask=live)
+
+
+@triton.jit
+def store_byte(p, value, live, PTX: tl.constexpr):
+    """Store the low byte of int32 `value` at every int8 pointer of `p` where `live`."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b8 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [p.to(tl.int64), value, live.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(p, value.to(tl.int8), mask=live)
+
+
+@triton.jit
+def store_half(p, value, live, PTX: tl.constexpr):
+    """Store fp32 `value`, exact in fp16, at every fp16 pointer of `p` where `live`."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $3, 0; cvt.rn.f16.f32 h, $2; @p st.global.b16 [$1], h; "
+            "mov.b32 $0, 0; }",
+            "=r,l,f,r",
+            [p.to(tl.int64), value, live.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(p, value.to(tl.float16), mask=live)
+
+
+@triton.jit
+def from_lane(v, lane: tl.constexpr, PTX: tl.constexpr):
+    """What lane `lane` of every warp holds of `v` [X, 32], fp32, in all lanes."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+            "=f,f,r",
+            [v, tl.zeros_like(v).to(tl.int32) + lane],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        X: tl.constexpr = v.shape[0]
+        own = tl.sum(tl.where(tl.arange(0, 32)[None, :] == lane, v, 0.0), 1)
+        return tl.broadcast_to(own[:, None], [X, 32])
+
+
+@triton.jit
+def from_partner(v, mask: tl.constexpr, PTX: tl.constexpr):
+    """What the lane with number `lane ^ mask` holds of `v` [X, 32], fp32."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+            "=f,f,r",
+            [v, tl.zeros_like(v).to(tl.int32) + mask],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        X: tl.constexpr = v.shape[0]
+        return tl.gather(v, tl.broadcast_to((tl.arange(0, 32) ^ mask)[None, :], [X, 32]), 1)
 
 
 @triton.jit
@@ -311,22 +400,33 @@ def rows_sum(v):
 
 
 @triton.jit
-def lane_factors(ss, eps, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """RMS factors of a lane's two columns, a pair of [32], from the partial sums of squares `ss` [PARTS, 8]."""
+def lane_squares(ss, PARTS: tl.constexpr, PTX: tl.constexpr):
+    """A lane's share of the partial sums of squares `ss` [PARTS, 8] of its two columns: a pair of [32].
+
+    To be loaded before the products: what is loaded after a sum over warps waits for memory alone.
+    """
     lane = tl.arange(0, 32)
     at = (lane // 4) * 8 + (lane % 4) * 2
     even = tl.zeros([32], tl.float32)
     odd = tl.zeros([32], tl.float32)
     for i in tl.static_range((PARTS + 7) // 8):
         if i * 8 + 8 <= PARTS:
-            even += tl.load(ss + i * 64 + at)
-            odd += tl.load(ss + i * 64 + at + 1)
+            pair = load_two(ss + i * 64 + at, FRESH2, PTX)
+            even += pair[0]
+            odd += pair[1]
         else:
             inside = i * 8 + lane // 4 < PARTS
-            even += tl.load(ss + i * 64 + at, mask=inside, other=0.0)
-            odd += tl.load(ss + i * 64 + at + 1, mask=inside, other=0.0)
-    even = 1.0 / tl.sqrt_rn(rows_sum(even) / WIDTH + eps)
-    odd = 1.0 / tl.sqrt_rn(rows_sum(odd) / WIDTH + eps)
+            pair = load_two(ss + tl.minimum(i * 8 + lane // 4, PARTS - 1) * 8 + (lane % 4) * 2, FRESH2, PTX)
+            even += tl.where(inside, pair[0], 0.0)
+            odd += tl.where(inside, pair[1], 0.0)
+    return even, odd
+
+
+@triton.jit
+def lane_factors(squares, eps, WIDTH: tl.constexpr):
+    """RMS factors of a lane's two columns from `lane_squares`: a pair of [32]."""
+    even = 1.0 / tl.sqrt_rn(rows_sum(squares[0]) / WIDTH + eps)
+    odd = 1.0 / tl.sqrt_rn(rows_sum(squares[1]) / WIDTH + eps)
     return even, odd
 
 

@@ -12,7 +12,6 @@ from ._dequant import (
     load_unit,
     round_bytes,
     rows_max,
-    rows_sum,
     unit_pointers,
     unpack_scales,
 )
@@ -159,8 +158,8 @@ def store_pairs(h, hq, hs, even, odd, live_even, live_odd, group, G32: tl.conste
 
 
 @triton.jit
-def gathered_factors(ss, even, odd, eps, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """RMS factors of rows `even`, `odd` [32] of an activation, summed as `lane_factors` does."""
+def gathered_squares(ss, even, odd, PARTS: tl.constexpr, PTX: tl.constexpr):
+    """`lane_squares` of rows `even`, `odd` [32] of an activation."""
     lane = tl.arange(0, 32)
     at_even = (even // 8) * (PARTS * 8) + even % 8
     at_odd = (odd // 8) * (PARTS * 8) + odd % 8
@@ -168,8 +167,7 @@ def gathered_factors(ss, even, odd, eps, PARTS: tl.constexpr, WIDTH: tl.constexp
     b = tl.zeros([32], tl.float32)
     for i in tl.static_range((PARTS + 7) // 8):
         part = i * 8 + lane // 4
-        a += tl.load(ss + at_even + part * 8, mask=part < PARTS, other=0.0)
-        b += tl.load(ss + at_odd + part * 8, mask=part < PARTS, other=0.0)
-    a = 1.0 / tl.sqrt_rn(rows_sum(a) / WIDTH + eps)
-    b = 1.0 / tl.sqrt_rn(rows_sum(b) / WIDTH + eps)
+        place = tl.minimum(part, PARTS - 1) * 8
+        a += tl.where(part < PARTS, load_one(ss + at_even + place, FRESH1, PTX), 0.0)
+        b += tl.where(part < PARTS, load_one(ss + at_odd + place, FRESH1, PTX), 0.0)
     return a, b

@@ -28,14 +28,14 @@ def head_kernel(
     pid = tl.program_id(0)
     first = tl.program_id(1) * NB
     parts = ss + first * (PARTS * 8)
-    acc = tile_products(
+    acc, squares = tile_products(
         w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), parts, G32, eps, 2, NB, U, S, FMT, False,
-        X, PTX, PDL,
+        PARTS, X, PTX, PDL,
     )  # fmt: skip
     lane = tl.arange(0, 32)
     for b in tl.static_range(NB):
         y = sum_warps(of_block(acc, b, 2, NB))
-        factor = lane_factors(parts + b * (PARTS * 8), eps, PARTS, K)
+        factor = lane_factors(squares[b], eps, K)
         for e in tl.static_range(2):
             t = (first + b) * 8 + (lane % 4) * 2 + e
             live = t < rows

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._dequant import (
+    EARLY1,
     FRESH1,
     FRESH2,
     FRESH4,
@@ -20,6 +21,7 @@ from ._dequant import (
     activation_pointers,
     add_unit,
     lane_factors,
+    lane_squares,
     load_activation,
     load_four,
     load_one,
@@ -66,14 +68,17 @@ def add_units(
     `stride` are the groups of 32 between two blocks; a tuple index is tile * NB + block.
     """
     for i in tl.static_range(S):
+        columns = ()
+        for n in tl.static_range(NB):
+            columns = columns + (  # noqa: RUF005
+                load_activation(q + stride * (n * 64), s + stride * (n * 8), unit_after(i, X, RUN), FMT, PTX),
+            )
         grown = ()
         for r in tl.static_range(TILES):
             unit = units[i * TILES + r]
             low, top = unpack_scales(unit[2], FMT)
             for n in tl.static_range(NB):
-                b, scales = load_activation(
-                    q + stride * (n * 64), s + stride * (n * 8), unit_after(i, X, RUN), FMT, PTX
-                )
+                b, scales = columns[n]
                 grown = grown + (  # noqa: RUF005
                     add_unit(acc[r * NB + n], unit[0], unit[1], low, top, b, scales, X, FMT, PTX),
                 )
@@ -122,9 +127,12 @@ def fresh(TILES: tl.constexpr, X: tl.constexpr):
 def tile_products(
     w, wh, ws, tile, q, s, ss, stride, eps,
     TILES: tl.constexpr, NB: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr,
-    X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums over K of row tiles tile..tile+TILES-1 with `NB` activation blocks, `stride` groups of 32 apart."""
+    """Sums over K of row tiles tile..tile+TILES-1 with `NB` activation blocks, `stride` groups of 32 apart.
+
+    Also a tuple of `lane_squares` per block, where `PARTS` is not 0.
+    """
     # With a factor per head a warp takes whole heads: 128 of K are four units of 32 or two of 64.
     RUN: tl.constexpr = (4 if FMT == 8 else 2) if HEADS else 1
     STAGES: tl.constexpr = U // (X * S)
@@ -137,6 +145,10 @@ def tile_products(
     qp, xp = activation_pointers(q, s, warp * RUN, lane, FMT)
     units = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN, PTX)
     wait_for_inputs(PDL)
+    squares = ()
+    if PARTS:
+        for n in tl.static_range(NB):
+            squares = squares + (lane_squares(ss + n * (PARTS * 8), PARTS, PTX),)  # noqa: RUF005
     acc = fresh(TILES * NB, X)
     if STAGES <= 2:
         for c in tl.static_range(STAGES):
@@ -160,7 +172,7 @@ def tile_products(
             qp += AHEAD * HALVES * 64
             xp += AHEAD * HALVES * 8
             units = following
-    return acc
+    return acc, squares
 
 
 @triton.jit
@@ -210,15 +222,16 @@ def linear_kernel(
     if pid < main:
         q = xq + first * (G32 * 64)
         parts = ss + first * (PARTS * 8)
-        acc = tile_products(
-            w, wh, ws, pid * TILES, q, xs + first * (G32 * 8), parts, G32, eps, TILES, NB, U, S, FMT, HEADS, X, PTX, PDL
-        )
+        acc, squares = tile_products(
+            w, wh, ws, pid * TILES, q, xs + first * (G32 * 8), parts, G32, eps, TILES, NB, U, S, FMT, HEADS,
+            PARTS if ROWNORM else 0, X, PTX, PDL,
+        )  # fmt: skip
         lane = tl.arange(0, 32)
         for b in tl.static_range(NB):
             y = sum_warps(of_block(acc, b, TILES, NB))
             factor = (1.0, 1.0)
             if ROWNORM:
-                factor = lane_factors(parts + b * (PARTS * 8), eps, PARTS, K)
+                factor = lane_factors(squares[b], eps, K)
             for e in tl.static_range(2):
                 t = (first + b) * 8 + (lane % 4) * 2 + e
                 live = t < rows
@@ -278,41 +291,52 @@ def side_products(
 
 
 @triton.jit
-def finish_residual(y, x, norm, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N: tl.constexpr):
-    """Add two row tiles (lane form) to the residual; store it and its int8 group, to be normalised by the reader."""
+def norm_gains(norm, group):
+    """1 + the norm's weight of a group's 32 values in lane form: four [32]."""
+    gains = ()
+    for i in tl.static_range(4):
+        n = group * 32 + i * 8 + tl.arange(0, 32) // 4
+        gains = gains + (1.0 + tl.load(norm + n).to(tl.float32),)  # noqa: RUF005
+    return gains
+
+
+@triton.jit
+def early_rows(x, block, rows, group, N: tl.constexpr, PTX: tl.constexpr):
+    """The residual of a group of 32 values and a block of rows in lane form: eight [32], before the wait."""
     lane = tl.arange(0, 32)
     t0 = block * 8 + (lane % 4) * 2
     values = ()
     for i in tl.static_range(4):
         for e in tl.static_range(2):
-            at = (t0 + e) * N + group * 32 + i * 8 + lane // 4
-            old = tl.load(x + at, mask=t0 + e < rows, other=0.0)
-            values = values + (old + y[i // 2][(i % 2) * 2 + e],)  # noqa: RUF005
-    finish_group(values, norm, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N)
+            at = tl.minimum(t0 + e, rows - 1) * N + group * 32 + i * 8 + lane // 4
+            values = values + (load_one(x + at, EARLY1, PTX),)  # noqa: RUF005
+    return values
 
 
 @triton.jit
-def finish_group(values, norm, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N: tl.constexpr):
-    """Store new residual values, eight [32] in the order of `store_lanes`, and what the next reader needs of them."""
+def finish_residual(y, old, gains, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N: tl.constexpr):
+    """Add two row tiles (lane form) to the residual `old`; store it and its int8 group, unnormalised."""
     lane = tl.arange(0, 32)
     t0 = block * 8 + (lane % 4) * 2
     u = ()
+    even = tl.zeros([32], tl.float32)
+    odd = tl.zeros([32], tl.float32)
     for i in tl.static_range(4):
         n = group * 32 + i * 8 + lane // 4
-        gain = 1.0 + tl.load(norm + n).to(tl.float32)
         for e in tl.static_range(2):
-            value = values[2 * i + e]
+            value = old[2 * i + e] + y[i // 2][(i % 2) * 2 + e]
             live = t0 + e < rows
             tl.store(x_out + (t0 + e) * N + n, value, mask=live)
-            tl.store(u_out + (t0 + e) * N + n, value * gain, mask=live)
-            u = u + (value * gain,)  # noqa: RUF005
+            tl.store(u_out + (t0 + e) * N + n, value * gains[i], mask=live)
+            u = u + (value * gains[i],)  # noqa: RUF005
+            if e == 0:
+                even = tl.fma(value, value, even)
+            else:
+                odd = tl.fma(value, value, odd)
     store_lanes(u, q_out, s_out, group, block, rows, N // 32)
-    for e in tl.static_range(2):
-        square = values[e] * values[e]
-        for i in tl.static_range(1, 4):
-            square = tl.fma(values[2 * i + e], values[2 * i + e], square)
-        at = (block * (N // 32) + group) * 8 + (lane % 4) * 2 + e
-        tl.store(ss_out + at, rows_sum(square), mask=(t0 + e < rows) & (lane < 4))
+    at = (block * (N // 32) + group) * 8 + (lane % 4) * 2
+    tl.store(ss_out + at, rows_sum(even), mask=(t0 < rows) & (lane < 4))
+    tl.store(ss_out + at + 1, rows_sum(odd), mask=(t0 + 1 < rows) & (lane < 4))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -325,13 +349,17 @@ def linear_residual_kernel(
     G32: tl.constexpr = K // 32
     pid = tl.program_id(0)
     first = tl.program_id(1) * NB
-    acc = tile_products(
+    gains = norm_gains(norm, pid)
+    old = ()
+    for b in tl.static_range(NB):
+        old = old + (early_rows(x, first + b, rows, pid, N, PTX),)  # noqa: RUF005
+    acc, _squares = tile_products(
         w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), ss + first * (PARTS * 8), G32, eps,
-        2, NB, U, S, FMT, HEADS, X, PTX, PDL,
+        2, NB, U, S, FMT, HEADS, 0, X, PTX, PDL,
     )  # fmt: skip
     for b in tl.static_range(NB):
         y = sum_warps(of_block(acc, b, 2, NB))
-        finish_residual(y, x, norm, x_out, u_out, q_out, s_out, ss_out, first + b, rows, pid, N)
+        finish_residual(y, old[b], gains, x_out, u_out, q_out, s_out, ss_out, first + b, rows, pid, N)
 
 
 def side_words(side: torch.Tensor) -> torch.Tensor:
@@ -392,7 +420,10 @@ def project_residual(
     norm: str = "none",
     tile: _tiles.Tile | None = None,
 ) -> None:
-    """x_out [T, N] = x + matrix times `a`; u_out = x_out * (1 + next_norm) and its int8 form in `a_out`."""
+    """x_out [T, N] = x + matrix times `a`; u_out = x_out * (1 + next_norm) and its int8 form in `a_out`.
+
+    `x` is read while the launch in front still runs: it must be the work of an earlier one.
+    """
     rows = x.shape[0]
     tile = tile or _tiles.projection(matrix, residual=True)
     blocks = _tiles.blocks(rows)

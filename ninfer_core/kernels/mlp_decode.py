@@ -34,13 +34,13 @@ def gate_up_kernel(
     pid = tl.program_id(0)
     first = tl.program_id(1) * NB
     parts = ss + first * (PARTS * 8)
-    acc = tile_products(
+    acc, squares = tile_products(
         w, wh, ws, pid * 4, xq + first * (G32 * 64), xs + first * (G32 * 8), parts, G32, eps, 4, NB, U, S, FMT, False,
-        X, PTX, PDL,
+        PARTS, X, PTX, PDL,
     )  # fmt: skip
     for b in tl.static_range(NB):
         y = sum_warps(of_block(acc, b, 4, NB))
-        h = swiglu(y, lane_factors(parts + b * (PARTS * 8), eps, PARTS, K))
+        h = swiglu(y, lane_factors(squares[b], eps, K))
         store_lanes(h, q_out, s_out, pid, first + b, rows, INTER // 32)
 
 

@@ -20,6 +20,7 @@ from ._dequant import (
     EARLY1,
     FRESH1,
     add_unit,
+    lane_factors,
     load_one,
     round_bytes,
     rows_max,
@@ -35,8 +36,8 @@ from ._experts import (
     LIST,
     columns,
     element,
-    gathered_factors,
     gathered_pointers,
+    gathered_squares,
     pair_pointers,
     pair_sums,
     pair_units,
@@ -45,7 +46,7 @@ from ._experts import (
     top_experts,
 )
 from ._order import Activation, KernelMatrix
-from .linear_decode import fresh, linear_kernel, load_units, side_words
+from .linear_decode import fresh, linear_kernel, load_units, norm_gains, side_words
 from .mlp_decode import swiglu
 
 
@@ -181,6 +182,7 @@ def gate_up_tile(
     gate_w, gate_h, gate_s = unit_pointers(w, wh, ws, gate_at, lane, FMT)
     up_w, up_h, up_s = unit_pointers(w, wh, ws, gate_at + (INTER // 16) * U, lane, FMT)
     qp, ep, op = gathered_pointers(q, s, warp, lane, row[None, :], row_even[None, :], row_odd[None, :], G32, FMT)
+    squares = gathered_squares(ss, row_even, row_odd, PARTS, PTX)
     acc = fresh(4, X)
     for c in tl.static_range(U // (X * S)):
         n = c * S * X
@@ -195,7 +197,7 @@ def gate_up_tile(
                 grown = grown + (add_unit(acc[r], unit[0], unit[1], low, top, b, scales, X, FMT, PTX),)  # noqa: RUF005
             acc = grown
     y = sum_warps(acc)
-    h = swiglu(y, gathered_factors(ss, row_even, row_odd, eps, PARTS, K))
+    h = swiglu(y, lane_factors(squares, eps, K))
     store_pairs(h, hq, hs, even, odd, live_even, live_odd, tile, INTER // 32)
 
 
@@ -249,10 +251,12 @@ def expert_down_kernel(
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, X)[:, None]
     pair = t * TOPK + warp + lane * 0
-    n = pid * 32 + tl.arange(0, 32) // 4
-    gains = ()
+    gains = norm_gains(norm, pid)
+    old = ()
     for i in tl.static_range(4):
-        gains = gains + (1.0 + tl.load(norm + n + i * 8).to(tl.float32),)  # noqa: RUF005
+        n = pid * 32 + i * 8 + tl.arange(0, 32) // 4
+        old = old + (load_one(x + t * N + n, EARLY1, PTX),)  # noqa: RUF005
+    gate = 1.0 / (1.0 + tl.exp(-tl.load(logits + t * (E + 1) + E, cache_modifier=".cg")))
     shared_units = pair_units(sw, sw, sws, pid * 2 + warp * 0, warp, lane, G32, G32 // X, X, 8, PTX)
     if GROUPED:
         wait_for_inputs(PDL)
@@ -279,12 +283,11 @@ def expert_down_kernel(
             (acc[0][0], acc[0][2], acc[1][0], acc[1][2]),
         )
     )
-    gate = 1.0 / (1.0 + tl.exp(-tl.load(logits + t * (E + 1) + E)))
-    finish_row(routed, shared, gate, gains, x, x_out, u_out, q_out, s_out, ss_out, t, pid, N)
+    finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_out, t, pid, N)
 
 
 @triton.jit
-def finish_row(routed, shared, gate, gains, x, x_out, u_out, q_out, s_out, ss_out, t, group, N: tl.constexpr):
+def finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_out, t, group, N: tl.constexpr):
     """New residual of row `t`, 32 values in lane form (four [32], the same in all columns), and its int8 group."""
     lane = tl.arange(0, 32)
     one = lane % 4 == 0
@@ -294,7 +297,7 @@ def finish_row(routed, shared, gate, gains, x, x_out, u_out, q_out, s_out, ss_ou
     top = tl.zeros([32], tl.float32)
     values = ()
     for i in tl.static_range(4):
-        value = tl.load(x + t * N + n + i * 8) + (routed[i] + gate * shared[i])
+        value = old[i] + (routed[i] + gate * shared[i])
         values = values + (value,)  # noqa: RUF005
         u = u + (value * gains[i],)  # noqa: RUF005
         square = tl.fma(value, value, square)
@@ -433,8 +436,8 @@ def expert_down(
 ) -> None:
     """x_out = x + routed + sigmoid(shared gate) * shared, and the next reader's int8 rows; see `expert_down_kernel`.
 
-    Must follow `expert_gate_up` of the same rows, and that `route_and_shared`: the choice is made from `logits` while
-    the launch in front still runs.
+    Must follow `expert_gate_up` of the same rows, and that `route_and_shared`: `logits` and `x` are read while the
+    launch in front still runs.
 
     Raises:
         ValueError: `top_k` is no power of two, or the shared expert's groups do not divide among as many warps.

@@ -229,7 +229,7 @@ ROLES = [
          [Tile(*t) for t in ((4, 2, 8), (4, 5, 8), (4, 5, 4), (4, 10, 8), (4, 4, 4))]),
     Role("27B down", 5120, 17408, "Q5", "residual", [Tile(*t) for t in ((2, 2, 8), (2, 4, 4), (2, 17, 8), (2, 17, 16))]),
 ]  # fmt: skip
-SWEEP_ROWS = (1, 4, 64)
+SWEEP_ROWS = (1, 4)
 
 
 def compile_one(job):
@@ -273,36 +273,32 @@ CHECKS = {
 }
 
 
-def sweep(bandwidth, names=None):
-    """Every candidate of every role at T = 1, 4, 8."""
+def sweep(bandwidth, role):
+    """Every candidate of a role at every number of rows."""
     rows = []
-    for role in ROLES:
-        if names and role.name not in names:
-            continue
-        first = role.make()
-        size = sum(
-            t.numel() * t.element_size()
-            for m in first
-            for t in ((m.words, m.high) if isinstance(m, KernelMatrix) else (m,))
-        )
-        copies = [first] + [role.make() for _ in range(max(1, min(40, int(1.2e9 // max(size, 1)))) - 1)]
-        for T in SWEEP_ROWS:
-            a, b = role.buffers(T)
-            floor = role.bytes(T, first) / bandwidth / 1e6
-            for tile in role.tiles_of(T):
-                calls = max(len(copies), 8)
+    first = role.make()
+    size = sum(
+        t.numel() * t.element_size()
+        for m in first
+        for t in ((m.words, m.high) if isinstance(m, KernelMatrix) else (m,))
+    )
+    copies = [first] + [role.make() for _ in range(max(1, min(40, int(1.2e9 // max(size, 1)))) - 1)]
+    calls = max(len(copies), 8)
+    for T in SWEEP_ROWS:
+        a, b = role.buffers(T)
+        floor = role.bytes(T, first) / bandwidth / 1e6
+        for tile in role.tiles_of(T):
 
-                def chain(copies=copies, a=a, b=b, tile=tile, calls=calls, role=role):
-                    for i in range(calls):
-                        role.call(copies[i % len(copies)], a, b, tile)
+            def chain(a=a, b=b, tile=tile):
+                for i in range(calls):
+                    role.call(copies[i % len(copies)], a, b, tile)
 
-                try:
-                    took = graph_time(chain, 9) / calls
-                    rows.append({"role": role.name, "T": T, "tile": list(tile), "us": took, "floor_us": floor})
-                except Exception as error:
-                    rows.append({"role": role.name, "T": T, "tile": list(tile), "error": str(error)[:200]})
-        del copies, first
-        torch.cuda.empty_cache()
+            try:
+                took = graph_time(chain, 9) / calls
+                rows.append({"role": role.name, "T": T, "tile": list(tile), "us": took, "floor_us": floor})
+            except Exception as error:
+                rows.append({"role": role.name, "T": T, "tile": list(tile), "error": str(error)[:200]})
+    torch.cuda.empty_cache()
     return rows
 
 
@@ -609,19 +605,15 @@ class Chain:
         return total
 
 
-def run_chain(bandwidth):
-    """Time of a step, whole and by part, at T = 1 and 4."""
-    found = []
-    for T in CHAIN_ROWS:
-        chain = Chain(T)
-        entry = {"T": T, "us": graph_time(chain.step), "floor_us": chain.bytes() / bandwidth / 1e6}
-        entry["finite"] = bool(torch.isfinite(chain.vocabulary).all())
-        for part in "eimaorudh":
-            entry[part] = graph_time(lambda part=part, chain=chain: chain.step(part), 9)
-        found.append(entry)
-        del chain
-        torch.cuda.empty_cache()
-    return found
+def run_chain(bandwidth, T):
+    """Time of a step with T rows, whole and by part."""
+    chain = Chain(T)
+    entry = {"T": T, "us": graph_time(chain.step), "floor_us": chain.bytes() / bandwidth / 1e6}
+    entry["finite"] = bool(torch.isfinite(chain.vocabulary).all())
+    for part in "eimaorudh":
+        entry[part] = graph_time(lambda part=part: chain.step(part), 9)
+    torch.cuda.empty_cache()
+    return entry
 
 
 def registers():
@@ -659,32 +651,36 @@ def main():
     bandwidth = read_bandwidth()
     save("read_TBps", bandwidth)
     print(f"read bandwidth {bandwidth:.2f} TB/s")
-    jobs = [(name, None, 0) for name in CHECKS] if "check" in parts else []
-    if "compile" in parts:
-        jobs += [("chain", None, T) for T in CHAIN_ROWS]
-        jobs += [(i, t, T) for T in SWEEP_ROWS for i, role in enumerate(ROLES) for t in role.tiles_of(T)]
-    found = precompile(jobs, options.workers)
-    save("compile_errors", [e for e in found if isinstance(e, str)])
-    print(result["compile_errors"][:3])
-    for entry in found:
-        if isinstance(entry, dict):
-            result.setdefault("checks", {}).update(entry)
-            print(json.dumps(entry))
-    if "chain" in parts:
-        save("chain", run_chain(bandwidth))
-        for entry in result["chain"]:
-            print({k: round(v, 1) for k, v in entry.items()})
-    if "sweep" in parts:
-        save("sweep", sweep(bandwidth))
-        best = {}
-        for row in result["sweep"]:
-            if "us" in row:
-                key = (row["role"], row["T"])
-                best[key] = min(best.get(key, row), row, key=lambda r: r["us"])
-        for (name, T), row in best.items():
-            print(
-                f"{name:20s} T={T} tile={row['tile']} {row['us']:7.2f} us, floor {row['floor_us']:7.2f}, {row['floor_us'] / row['us']:.0%}"
-            )
+    for part in parts:
+        if part == "check":
+            checks = precompile([(name, None, 0) for name in CHECKS], options.workers)
+            save("checks", checks)
+            print("\n".join(json.dumps(entry) for entry in checks))
+        elif part == "compile":
+            jobs = [("chain", None, T) for T in CHAIN_ROWS]
+            jobs += [(i, t, T) for T in SWEEP_ROWS for i, role in enumerate(ROLES) for t in role.tiles_of(T)]
+            save("compile_errors", precompile(jobs, options.workers))
+            print(result["compile_errors"][:3])
+        elif part == "precompile":  # what the chain needs, no more
+            save("compile_errors", precompile([("chain", None, T) for T in CHAIN_ROWS], options.workers))
+        elif part == "chain":
+            for T in CHAIN_ROWS:
+                save(f"chain {T}", run_chain(bandwidth, T))
+                print({k: round(v, 1) for k, v in result[f"chain {T}"].items()}, flush=True)
+        elif part == "sweep":
+            for role in ROLES:
+                save(role.name, sweep(bandwidth, role))
+                best = {}
+                for row in result[role.name]:
+                    if "us" in row and row["us"] <= best.get(row["T"], row)["us"]:
+                        best[row["T"]] = row
+                for T, row in best.items():
+                    share = row["floor_us"] / row["us"]
+                    print(
+                        f"{role.name:20s} T={T} tile={row['tile']} {row['us']:7.2f} us, floor {row['floor_us']:7.2f}, {share:.0%}"
+                    )
+        else:
+            raise SystemExit(f"no part {part}; there are check, compile, precompile, chain and sweep")
     save("registers", registers())
     for entry in result["registers"]:
         if entry["spills"]:
