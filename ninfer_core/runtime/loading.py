@@ -125,8 +125,8 @@ def load_model(
     """Read the weights and allocate the state.
 
     Args:
-        artifact: an open artifact, or one that makes its weights itself, with `packed(device, mtp, host_embedding)` on a
-            GPU: the bench's.
+        artifact: an open artifact, or one that makes its weights itself, with `packed(device, mtp, host_embedding)`
+            on a GPU: the bench's.
         options: of the engine.
         most_patches: of the largest medium, if media are read.
         addressable: ids below this have text (0: all have); the device draws no other.
