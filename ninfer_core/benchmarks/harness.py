@@ -10,7 +10,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -111,10 +110,8 @@ class Run:
 def one_run(subject: Subject, context: int, method: Method, seed: int, *, copy: bool, forced: Forced = None) -> Run:
     """One request alone. `forced`: mean of accepted drafts, and the known answer."""
     watch = Context(subject, copy)
-    with ExitStack() as stack:
-        stack.enter_context(subject.watching(watch))
-        if forced is not None:
-            stack.enter_context(subject.forcing(*forced))
+    subject.force(*(forced or (None,)))
+    with subject.watching(watch):
         done = subject.start(subject.prompt(context, seed), method.tokens, seed).result()
     assert watch.sequence is not None
     if done.usage.completion_tokens != method.tokens:
@@ -140,7 +137,8 @@ def decode(
     for context in contexts:
         copy = (method.fill == "copy" or (method.fill == "auto" and slow)) and _copies(subject, context)
         for i in range(method.warm):
-            run = one_run(subject, context, method, 1000 + i, copy=copy)
+            warm: Forced = (forced, ()) if forced is not None and subject.on_device else None
+            run = one_run(subject, context, method, 1000 + i, copy=copy, forced=warm)
         if method.warm and not copy:
             slow = run.done.timings.prefill * 4 > PATIENCE  # the next context is several times as long
         runs = []

@@ -64,6 +64,7 @@ class Subject(ABC):
     context_length: int
     addressable: int
     runner: Runner
+    _forced: float | None = None
 
     @abstractmethod
     def start(self, tokens: Sequence[int], limit: int, seed: int) -> RequestHandle:
@@ -85,33 +86,34 @@ class Subject(ABC):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @contextmanager
-    def forcing(self, mean: float, answer: Sequence[int]) -> Iterator[None]:
-        """Have `mean` drafts a round accepted on average.
+    @property
+    def on_device(self) -> bool:
+        """Whether rounds run on the device without the host."""
+        return self.runner._flights is not None
+
+    def force(self, mean: float | None, answer: Sequence[int] = ()) -> None:
+        """From now on have `mean` drafts a round accepted on average; None: those that are right, as always.
 
         Where rounds run on the device, it is told how many to accept, whatever it drew. Elsewhere drafts are replaced
         by what will be drawn: `answer`, the tokens of the same request without drafts.
+
+        Raises:
+            InvalidRequestError: the answer is needed and not known.
         """
         flights = self.runner._flights
-        if flights is None and not answer:
-            raise InvalidRequestError(
-                "forced acceptance replays the answer of a pass without drafts here: let --drafts hold 0 too",
-                param="forced",
-            )
         if flights is None:
-            self.runner.proposal = ForcedDrafts(answer, mean, self.addressable)
-        else:
-            counts = [accepted_in(i, mean) for i in range(PATTERN)]
+            if mean is not None and not answer:
+                raise InvalidRequestError(
+                    "forced acceptance replays the answer of a pass without drafts here: let --drafts hold 0 too",
+                    param="forced",
+                )
+            self.runner.proposal = None if mean is None else ForcedDrafts(answer, mean, self.addressable)
+        elif mean != self._forced:
             lanes: Any = flights.rounds
-            lanes.pattern = torch.tensor(counts, dtype=torch.int32, device=self.device)
-            lanes._graphs.clear()  # those at hand were captured without it
-        try:
-            yield
-        finally:
-            self.runner.proposal = None
-            if flights is not None:
-                lanes.pattern = None
-                lanes._graphs.clear()
+            counts = None if mean is None else [accepted_in(i, mean) for i in range(PATTERN)]
+            lanes.pattern = None if counts is None else torch.tensor(counts, dtype=torch.int32, device=self.device)
+            lanes._graphs.clear()  # those at hand were captured for another pattern
+            self._forced = mean
 
     @contextmanager
     def watching(self, watch: Callable[[Running], None]) -> Iterator[None]:

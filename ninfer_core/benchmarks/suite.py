@@ -23,7 +23,7 @@ class Plan:
     """What to measure. Numbers left None are the published ones, scaled to a smaller context.
 
     drafts: tokens drafted per round, one pass each. forced: mean number of accepted drafts of a further pass with the
-    most of them (`Subject.forcing`). batches: sequences at once.
+    most of them (`Subject.force`). batches: sequences at once.
     """
 
     target: Target
