@@ -1,9 +1,14 @@
 """Triton decode attention on INT8 pages of 64 tokens: norm, rotation, append and split-KV softmax; then the combine.
 
-The splits of a sequence have a fixed length in tokens and start at multiples of it, and a program always takes 16
-query rows (two tokens of one KV head), so a row's sums do not depend on the window, the batch or the reserved length.
-Scales stay out of the products: codes are exact in fp16, key scales multiply the fp32 scores of their group of 64,
-value scales the probabilities.
+The splits of a sequence have a fixed length in tokens and start at multiples of it, and every row is a block of columns
+of its own (one per query head of the KV head), so a row's sums do not depend on the window, the batch or the reserved
+length. Scales stay out of the products: codes are exact in fp16, key scales multiply the fp32 scores of their group
+of 64, value scales the probabilities.
+
+Lane form throughout (`_dequant`), products by `mma.m16n8k16`. Of a page, warp w scores tokens 16 w .. 16 w + 15, all
+warps then learn all scores in one pass through shared memory, and warp w adds up dims 64 w .. 64 w + 63 of the output,
+one scale group. Codes go from memory into operand registers without changing lanes: the order of the dims in a product
+over dims, and of output rows, is free, so a lane takes dims that lie side by side.
 """
 
 from __future__ import annotations
@@ -15,180 +20,373 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._dequant import round_bytes, store_groups, wait_for_inputs
+from ._dequant import (
+    FRESH1,
+    FRESH2,
+    FRESH4,
+    WEIGHT4,
+    add_sixteen,
+    from_partner,
+    load_four,
+    load_one,
+    load_two,
+    round_bytes,
+    rows_max,
+    rows_sum,
+    store_byte,
+    store_four,
+    store_groups,
+    store_half,
+    store_one,
+    wait_for_inputs,
+)
+from ._halves import bytes_to_halves, half_product, pack_halves, pairs_to_halves, transpose_halves
 from ._order import Activation
 
 PAGE = 64
 """Tokens in a page."""
+PAGE_TOKENS = tl.constexpr(PAGE)
 
 
 @triton.jit
-def normed_group(line, gain, d, swap, cos, sin, factor, ROTATE: tl.constexpr):
-    """A normed group of 64 dims (fp32); the first group of a head is rotated (`sin` carries the sign)."""
-    x = tl.load(line + d).to(tl.float32) * factor * (1.0 + tl.load(gain + d).to(tl.float32))
-    if ROTATE:
-        other = tl.load(line + swap).to(tl.float32) * factor * (1.0 + tl.load(gain + swap).to(tl.float32))
-        x = x * tl.load(cos + d) + other * tl.load(sin + d)
-    return x
+def pair_values(words):
+    """Four words of bf16 pairs as eight fp32."""
+    found = ()
+    for i in tl.static_range(4):
+        low = (words[i] << 16).to(tl.float32, bitcast=True)
+        found = found + (low, (words[i] & -65536).to(tl.float32, bitcast=True))  # noqa: RUF005
+    return found
 
 
 @triton.jit
-def head_rms(line, d, eps):
-    """RMS factor over a head of 256 dims at `line`; `d` are 64 lanes."""
-    total = 0.0
-    for g in tl.static_range(4):
-        x = tl.load(line + g * 64 + d).to(tl.float32)
-        total += tl.sum(x * x, 0)
-    return 1.0 / tl.sqrt_rn(total / 256 + eps)
-
-
-@triton.jit
-def store_group(x, codes, scales, d, g: tl.constexpr):
-    """One group of 64 as INT8: scale = fp16(absmax / 127), codes = round half even of x / scale."""
-    scale = tl.div_rn(tl.max(tl.abs(x), 0), 127.0).to(tl.float16)
-    step = scale.to(tl.float32)
-    ratio = tl.div_rn(x, tl.where(step > 0.0, step, 1.0))
-    ratio = tl.where(step > 0.0, tl.minimum(tl.maximum(ratio, -127.0), 127.0), 0.0)
-    tl.store(codes + g * 64 + d, round_bytes(ratio, 1.0).to(tl.int8))
-    tl.store(scales + g, scale)
-
-
-@triton.jit
-def append_token(
-    line, head, k_gain, cos, sin, codes, scales, page, place, eps,
-    plane, H: tl.constexpr, KH: tl.constexpr,
+def append_rows(
+    projected, k_gain, cos, sin, codes, scales, table, n, first, b, head, eps, plane,
+    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store key and value of one token of KV head `head`; `plane` = tokens in a key plane."""
-    d = tl.arange(0, 64)
-    swap = d ^ 32
-    key = line + H * 256 + head * 256
-    value = line + (2 * H + KH) * 256 + head * 256
-    at = page.to(tl.int64) * 64 + place
-    factor = head_rms(key, d, eps)
-    for g in tl.static_range(4):
-        k = normed_group(key + g * 64, k_gain + g * 64, d, swap, cos, sin, factor, g == 0)
-        store_group(k, codes + at * 256, scales + at * 4, d, g)
-        v = tl.load(value + g * 64 + d).to(tl.float32)
-        store_group(v, codes + (plane + at) * 256, scales + (plane + at) * 4, d, g)
+    """Norm, rotate and store keys and values of the new tokens in this split: a warp takes a key or a value.
+
+    A lane holds eight dims side by side; eight lanes are a scale group. INT8 groups of 64: scale = fp16(absmax / 127),
+    codes = round half even of x / scale.
+    """
+    WIDTH: tl.constexpr = (H + KH) * 256  # words of a row
+    lane = tl.arange(0, 32)[None, :]
+    warp = tl.arange(0, 4)[:, None]
+    gain = pair_values(load_four(k_gain + lane * 4 + warp * 0, WEIGHT4, PTX))
+    value = warp % 2
+    for i in tl.static_range((R + 1) // 2):
+        r = tl.minimum(i * 2 + warp // 2, R - 1)
+        token = n + r
+        live = (i * 2 + warp // 2 < R) & (token >= first) & (token < first + SPLIT)
+        row = b * R + r
+        start = tl.where(value == 1, (2 * H + KH) * 128, H * 128) + head * 128
+        x = pair_values(load_four(projected + row * WIDTH + start + lane * 4, FRESH4, PTX))
+        square = x[0] * x[0]
+        for j in tl.static_range(1, 8):
+            square = tl.fma(x[j], x[j], square)
+        factor = (1.0 / tl.sqrt_rn(tl.sum(square, 1) / 256 + eps))[:, None]
+        at = row * 64 + tl.minimum(lane, 7) * 8
+        cosines = load_four(cos + at, FRESH4, PTX) + load_four(cos + at + 4, FRESH4, PTX)
+        sines = load_four(sin + at, FRESH4, PTX) + load_four(sin + at + 4, FRESH4, PTX)
+        normed = ()
+        top = tl.zeros([4, 32], tl.float32)
+        for j in tl.static_range(8):
+            y = x[j] * factor * (1.0 + gain[j])
+            turned = y * cosines[j] + from_partner(y, 4, PTX) * sines[j]
+            y = tl.where(value == 1, x[j], tl.where(lane < 8, turned, y))
+            normed = normed + (y,)  # noqa: RUF005
+            top = tl.maximum(top, tl.abs(y))
+        top = tl.maximum(top, from_partner(top, 1, PTX))
+        top = tl.maximum(top, from_partner(top, 2, PTX))
+        top = tl.maximum(top, from_partner(top, 4, PTX))
+        step = tl.div_rn(top, 127.0).to(tl.float16).to(tl.float32)
+        page = tl.load(table + tl.minimum(n + i * 2, n + R - 1) // PAGE_TOKENS)
+        later = tl.load(table + tl.minimum(n + i * 2 + 1, n + R - 1) // PAGE_TOKENS)
+        place = tl.where(warp // 2 == 0, page, later).to(tl.int64) * 64 + token % 64 + value * plane
+        for j in tl.static_range(8):
+            ratio = tl.div_rn(normed[j], tl.where(step > 0.0, step, 1.0))
+            ratio = tl.where(step > 0.0, tl.minimum(tl.maximum(ratio, -127.0), 127.0), 0.0)
+            store_byte(codes + place * 256 + lane * 8 + j, round_bytes(ratio, 1.0), live & (lane >= 0), PTX)
+        store_half(scales + place * 4 + lane // 8, step, live & (lane % 8 == 0), PTX)
 
 
 @triton.jit
-def query_group(
-    projected, gain, cos, sin, token, head, live, factor, g: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr
-):
-    """Group `g` of 16 query rows, normed, rotated, scaled for exp2: fp16 [16, 64]."""
-    d = tl.arange(0, 64)
-    line = projected + token[:, None] * WIDTH + head[:, None] * 256 + g * 64
-    weight = 1.0 + tl.load(gain + g * 64 + d).to(tl.float32)
-    x = tl.load(line + d[None, :], mask=live[:, None], other=0.0).to(tl.float32) * factor[:, None] * weight[None, :]
-    if ROTATE:
-        swap = d ^ 32
-        turn = 1.0 + tl.load(gain + g * 64 + swap).to(tl.float32)
-        other = tl.load(line + swap[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-        other = other * factor[:, None] * turn[None, :]
-        at = token[:, None] * 64 + d[None, :]
-        x = x * tl.load(cos + at, mask=live[:, None], other=0.0)
-        x = x + other * tl.load(sin + at, mask=live[:, None], other=0.0)
-    return (x * 0.09016844005556021).to(tl.float16)  # log2(e) / 16
+def query_halves(projected, gain, cos, sin, row, head, eps, H: tl.constexpr, KH: tl.constexpr, PTX: tl.constexpr):
+    """The query heads of one KV head in row `row`, normed, rotated, scaled for exp2, as operand registers.
+
+    Lane 4 g + c holds head g's dims 64 j + 16 c + 0..15: for each j four pairs of words, those of products 4 j + 0..3.
+    `gain` are eight packed quadruples of words.
+    """
+    RATIO: tl.constexpr = H // KH
+    lane = tl.arange(0, 32)[None, :]
+    warp = tl.arange(0, 4)[:, None]
+    line = projected + row * ((H + KH) * 256) + (head * RATIO + tl.minimum(lane // 4, RATIO - 1)) * 128
+    at = lane % 4 * 8 + warp * 0
+    words = ()
+    square = tl.zeros([4, 32], tl.float32)
+    for i in tl.static_range(8):
+        four = load_four(line + i // 2 * 32 + i % 2 * 4 + at, FRESH4, PTX)
+        words = words + (four,)  # noqa: RUF005
+        x = pair_values(four)
+        for j in tl.static_range(8):
+            square = tl.fma(x[j], x[j], square)
+    square += from_partner(square, 1, PTX)
+    square += from_partner(square, 2, PTX)
+    factor = 1.0 / tl.sqrt_rn(square / 256 + eps)
+    found = ()
+    for i in tl.static_range(8):
+        x = pair_values(words[i])
+        weight = pair_values(gain[i])
+        y = ()
+        for j in tl.static_range(8):
+            y = y + (x[j] * factor * (1.0 + weight[j]),)  # noqa: RUF005
+        if i < 2:  # the first group of 64 rotates: dim d with d + 32, two lanes further
+            turn = row * 64 + lane % 4 * 16 + i * 8 + warp * 0
+            cosines = load_four(cos + turn, FRESH4, PTX) + load_four(cos + turn + 4, FRESH4, PTX)
+            sines = load_four(sin + turn, FRESH4, PTX) + load_four(sin + turn + 4, FRESH4, PTX)
+            turned = ()
+            for j in tl.static_range(8):
+                turned = turned + (y[j] * cosines[j] + from_partner(y[j], 2, PTX) * sines[j],)  # noqa: RUF005
+            y = turned
+        for j in tl.static_range(4):  # 0.0901.. = log2(e) / 16
+            low = y[2 * j] * 0.09016844005556021
+            found = found + (pack_halves(low, y[2 * j + 1] * 0.09016844005556021, PTX),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def score_page(q, keys, steps, PTX: tl.constexpr):
+    """Scores of the warp's 16 tokens and one row's heads, as a product lies: (token g, head 2c), (g, 2c + 1), ..
+
+    `keys`: for each group of 64 dims, four words of token g and four of token g + 8; `steps`: their scales.
+    """
+    z = tl.zeros([4, 32], tl.float32)
+    total = (z, z, z, z)
+    for j in tl.static_range(4):
+        part = (z, z, z, z)
+        for m in tl.static_range(4):
+            low = bytes_to_halves(keys[j][0][m], PTX)
+            high = bytes_to_halves(keys[j][1][m], PTX)
+            first = q[(j * 4 + m) * 2]
+            part = half_product(part, low[0], high[0], low[1], high[1], first, q[(j * 4 + m) * 2 + 1], 4, PTX)
+        upper, lower = steps[j]
+        total = (
+            tl.fma(part[0], upper, total[0]), tl.fma(part[1], upper, total[1]),
+            tl.fma(part[2], lower, total[2]), tl.fma(part[3], lower, total[3]),
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def all_warps(scores):
+    """Every warp's four registers in all warps: sixteen [32], those of warp w from 4 w on."""
+    warp = tl.arange(0, 4)[:, None]
+    own = ()
+    for w in tl.static_range(4):
+        for i in tl.static_range(4):
+            own = own + (tl.where(warp == w, scores[i], 0.0),)  # noqa: RUF005
+    return tl.reduce(own, 0, add_sixteen)
+
+
+@triton.jit
+def half_words(word, upper):
+    """One of two fp16 in a word, as fp32."""
+    bits = tl.where(upper, word >> 16, word) & 0xFFFF
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_keys(codes, scales, place, last, PTX: tl.constexpr):
+    """Codes and scales of the warp's tokens g and g + 8 of a page whose first token is at `place`."""
+    lane = tl.arange(0, 32)[None, :]
+    warp = tl.arange(0, 4)[:, None]
+    token = warp * 16 + lane // 4
+    keys = ()
+    for j in tl.static_range(4):
+        at = codes + (place + token) * 64 + j * 16 + lane % 4 * 4
+        keys = keys + ((load_four(at, FRESH4, PTX), load_four(at + 8 * 64, FRESH4, PTX)),)  # noqa: RUF005
+    low = load_two(scales + (place + token) * 2, FRESH2, PTX)
+    high = load_two(scales + (place + token + 8) * 2, FRESH2, PTX)
+    steps = ()
+    for j in tl.static_range(4):
+        # What stands behind the last token may be anything, NaN too.
+        upper = tl.where(token < last, half_words(low[j // 2], j % 2 == 1), 0.0)
+        lower = tl.where(token + 8 < last, half_words(high[j // 2], j % 2 == 1), 0.0)
+        steps = steps + ((upper, lower),)  # noqa: RUF005
+    return keys, steps
+
+
+@triton.jit
+def load_values(codes, scales, place, last, PTX: tl.constexpr):
+    """Codes of the warp's group of dims, for each 16 tokens those of tokens 2c, 2c + 1, 2c + 8, 2c + 9; and scales.
+
+    The scales are those of tokens g and g + 8, which is how the probabilities lie.
+    """
+    lane = tl.arange(0, 32)[None, :]
+    warp = tl.arange(0, 4)[:, None]
+    values = ()
+    steps = ()
+    for s in tl.static_range(4):
+        at = codes + (place + s * 16 + lane % 4 * 2) * 64 + warp * 16 + lane // 4 * 2
+        values = values + ((  # noqa: RUF005
+            load_two(at, FRESH2, PTX), load_two(at + 64, FRESH2, PTX),
+            load_two(at + 8 * 64, FRESH2, PTX), load_two(at + 9 * 64, FRESH2, PTX),
+        ),)  # fmt: skip
+        token = s * 16 + lane // 4
+        low = load_one(scales + (place + token) * 2 + warp // 2, FRESH1, PTX)
+        high = load_one(scales + (place + token + 8) * 2 + warp // 2, FRESH1, PTX)
+        steps = steps + ((  # noqa: RUF005
+            tl.where(token < last, half_words(low, warp % 2 == 1), 0.0),
+            tl.where(token + 8 < last, half_words(high, warp % 2 == 1), 0.0),
+        ),)  # fmt: skip
+    return values, steps
+
+
+@triton.jit
+def soften(all_scores, best, mass, position, first, last):
+    """Online softmax step over a page: probabilities (sixteen [32]), the factor of what was before, new best and mass.
+
+    `best`, `mass`: pairs of [32] for a lane's two heads. `position`: the row's token index, as `first`, the page's.
+    """
+    token = tl.arange(0, 32) // 4
+    tops = ()
+    for e in tl.static_range(2):
+        top = best[e]
+        for i in tl.static_range(8):
+            seen = i * 8 + token
+            allowed = (seen < last) & (first + seen <= position)
+            top = tl.maximum(top, tl.where(allowed, all_scores[2 * i + e], -1.0e30))
+        tops = tops + (rows_max(top),)  # noqa: RUF005
+    shrink = (tl.exp2(best[0] - tops[0]), tl.exp2(best[1] - tops[1]))
+    p = ()
+    even = tl.zeros([32], tl.float32)
+    odd = tl.zeros([32], tl.float32)
+    for i in tl.static_range(8):
+        seen = i * 8 + token
+        allowed = (seen < last) & (first + seen <= position)
+        a = tl.where(allowed, tl.exp2(all_scores[2 * i] - tops[0]), 0.0)
+        b = tl.where(allowed, tl.exp2(all_scores[2 * i + 1] - tops[1]), 0.0)
+        even += a
+        odd += b
+        p = p + (a, b)  # noqa: RUF005
+    return p, shrink, tops, (mass[0] * shrink[0] + rows_sum(even), mass[1] * shrink[1] + rows_sum(odd))
+
+
+@triton.jit
+def add_values(acc, p, shrink, values, steps, PTX: tl.constexpr):
+    """acc (four tiles of 16 dims) times `shrink` plus the page's values weighed with `p`."""
+    z = tl.zeros([4, 32], tl.float32)
+    even = shrink[0][None, :] + z
+    odd = shrink[1][None, :] + z
+    scaled = ()
+    for i in tl.static_range(4):
+        a = acc[i]
+        scaled = scaled + ((a[0] * even, a[1] * odd, a[2] * even, a[3] * odd),)  # noqa: RUF005
+    for s in tl.static_range(4):
+        low, high = steps[s]
+        b0 = pack_halves((p[4 * s][None, :] + z) * low, (p[4 * s + 1][None, :] + z) * low, PTX)
+        b1 = pack_halves((p[4 * s + 2][None, :] + z) * high, (p[4 * s + 3][None, :] + z) * high, PTX)
+        b0 = transpose_halves(b0, 4, PTX)
+        b1 = transpose_halves(b1, 4, PTX)
+        grown = ()
+        for h in tl.static_range(2):
+            # Bytes 2 i, 2 i + 1 of the lane's eight dims are rows g and g + 8 of tile i.
+            near = pairs_to_halves(values[s][0][h], values[s][1][h], PTX)
+            far = pairs_to_halves(values[s][2][h], values[s][3][h], PTX)
+            for i in tl.static_range(2):
+                grown = grown + (  # noqa: RUF005
+                    half_product(
+                        scaled[2 * h + i], near[2 * i], near[2 * i + 1], far[2 * i], far[2 * i + 1], b0, b1, 4, PTX
+                    ),
+                )
+        scaled = grown
+    return scaled
 
 
 @triton.jit(do_not_specialize=["pages", "table_stride", "splits"])
 def attention_split_kernel(
-    projected, q_gain, k_gain, cos, sin, codes, scales, tables, lengths, part_out, part_max, part_sum,
-    pages, table_stride, splits, eps,
-    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    projected, q_gain, k_gain, cos, sin, codes, code_bytes, scales, scale_halves, tables, lengths, part_out, part_max,
+    part_sum, pages, table_stride, splits, eps,
+    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (split, KV head, sequence * token pairs): unnormalised output, maximum and sum of 16 query rows."""
+    """Programs (split, KV head, sequence * pairs of rows): unnormalised output, maximum and sum of a row's heads.
+
+    `projected`, gains: pairs of bf16 as int32; `codes`, `scales`: the same memory as `code_bytes`, `scale_halves`, in
+    words.
+    """
     RATIO: tl.constexpr = H // KH
-    WIDTH: tl.constexpr = 2 * (H + KH) * 256
     BLOCKS: tl.constexpr = (R + 1) // 2
+    ROWS: tl.constexpr = 1 if R == 1 else 2
     plane = pages.to(tl.int64) * (KH * 64)
     split = tl.program_id(0)
     head = tl.program_id(1)
     b = tl.program_id(2) // BLOCKS
     block = tl.program_id(2) % BLOCKS
+    lane = tl.arange(0, 32)[None, :]
+    warp = tl.arange(0, 4)[:, None]
+    gain = ()
+    for i in tl.static_range(8):
+        at = q_gain + i // 2 * 32 + i % 2 * 4 + lane % 4 * 8 + warp * 0
+        gain = gain + (load_four(at, WEIGHT4, PTX),)  # noqa: RUF005
     wait_for_inputs(PDL)
     n = tl.load(lengths + b)
     first = split * SPLIT
     if first < n + R:
         table = tables + b * table_stride
-        key_codes = codes + head.to(tl.int64) * pages * (64 * 256)
-        key_scales = scales + head.to(tl.int64) * pages * (64 * 4)
-        for r in tl.static_range(R):
-            token = n + r
-            if (token >= first) & (token < first + SPLIT):
-                row = b * R + r
-                append_token(
-                    projected + row * WIDTH, head, k_gain, cos + row * 64, sin + row * 64, key_codes, key_scales,
-                    tl.load(table + token // 64), token % 64, eps, plane, H, KH,
-                )  # fmt: skip
-        tl.debug_barrier()
-        m = tl.arange(0, 16)
-        r = block * 2 + m // RATIO
-        live = (m < 2 * RATIO) & (r < R)
-        token = b * R + r
-        query_head = head * RATIO + m % RATIO
-        attend(
-            projected, q_gain, cos, sin, key_codes, key_scales, table, part_out, part_max, part_sum, n, first, split,
-            splits, token, query_head, live, n + r, eps, n + R, plane, H, WIDTH, SPLIT,
-        )  # fmt: skip
-
-
-@triton.jit
-def attend(
-    projected, q_gain, cos, sin, codes, scales, table, part_out, part_max, part_sum, n, first, split, splits, token,
-    query_head, live, position, eps, end, plane, H: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the pages of one split for 16 query rows at `position`."""
-    d = tl.arange(0, 64)
-    total = tl.zeros([16], tl.float32)
-    for g in tl.static_range(4):
-        x = tl.load(
-            projected + token[:, None] * WIDTH + query_head[:, None] * 256 + g * 64 + d[None, :], mask=live[:, None],
-            other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        total += tl.sum(x * x, 1)
-    factor = 1.0 / tl.sqrt_rn(total / 256 + eps)
-    q = ()
-    acc = ()
-    for g in tl.static_range(4):
-        group = query_group(projected, q_gain, cos, sin, token, query_head, live, factor, g, WIDTH, g == 0)
-        q = q + (group,)  # noqa: RUF005
-        acc = acc + (tl.zeros([16, 64], tl.float32),)  # noqa: RUF005
-    best = tl.full([16], -1.0e30, tl.float32)
-    mass = tl.zeros([16], tl.float32)
-    last = tl.minimum(first + SPLIT, end)
-    page_first = first
-    while page_first < last:
-        page = tl.load(table + page_first // 64).to(tl.int64) * 64
-        seen = page_first + d
-        exists = seen < last
-        score = tl.zeros([16, 64], tl.float32)
-        for g in tl.static_range(4):
-            key = tl.load(codes + (page + d)[None, :] * 256 + (g * 64 + d)[:, None])
-            scale = tl.load(scales + (page + d) * 4 + g, mask=exists, other=0.0).to(tl.float32)
-            score += tl.dot(q[g], key.to(tl.float16)) * scale[None, :]
-        allowed = (seen[None, :] <= position[:, None]) & exists[None, :]
-        score = tl.where(allowed, score, -1.0e30)
-        top = tl.maximum(best, tl.max(score, 1))
-        shrink = tl.exp2(best - top)
-        p = tl.where(allowed, tl.exp2(score - top[:, None]), 0.0)
-        mass = mass * shrink + tl.sum(p, 1)
-        grown = ()
-        for g in tl.static_range(4):
-            value = tl.load(codes + (plane + page + d)[:, None] * 256 + (g * 64 + d)[None, :])
-            scale = tl.load(scales + (plane + page + d) * 4 + g, mask=exists, other=0.0).to(tl.float32)
-            weighted = (p * scale[None, :]).to(tl.float16)
-            grown = grown + (acc[g] * shrink[:, None] + tl.dot(weighted, value.to(tl.float16)),)  # noqa: RUF005
-        acc = grown
-        best = top
-        page_first += 64
-    line = (token * splits + split) * H + query_head
-    for g in tl.static_range(4):
-        tl.store(part_out + line[:, None] * 256 + g * 64 + d[None, :], acc[g], mask=live[:, None])
-    tl.store(part_max + line, best, mask=live)
-    tl.store(part_sum + line, mass, mask=live)
+        keys_at = head.to(tl.int64) * pages * 64
+        if (first + SPLIT > n) & (first < n + R):
+            append_rows(
+                projected, k_gain, cos, sin, code_bytes + keys_at * 256, scale_halves + keys_at * 4, table, n, first, b,
+                head, eps, plane, H, KH, R, SPLIT, PTX,
+            )  # fmt: skip
+            tl.debug_barrier()
+        q = ()
+        acc = ()
+        best = ()
+        mass = ()
+        z = tl.zeros([4, 32], tl.float32)
+        flat = tl.zeros([32], tl.float32)
+        for i in tl.static_range(ROWS):
+            row = b * R + tl.minimum(block * 2 + i, R - 1)
+            q = q + (query_halves(projected, gain, cos, sin, row, head, eps, H, KH, PTX),)  # noqa: RUF005
+            acc = acc + (((z, z, z, z), (z, z, z, z), (z, z, z, z), (z, z, z, z)),)  # noqa: RUF005
+            best = best + ((flat - 1.0e30, flat - 1.0e30),)  # noqa: RUF005
+            mass = mass + ((flat, flat),)  # noqa: RUF005
+        page_first = first
+        end = tl.minimum(first + SPLIT, n + R)
+        while page_first < end:
+            place = tl.load(table + page_first // 64).to(tl.int64) * 64
+            last = end - page_first
+            keys, key_steps = load_keys(codes + keys_at * 64, scales + keys_at * 2, place, last, PTX)
+            values, value_steps = load_values(
+                codes + (plane + keys_at) * 64, scales + (plane + keys_at) * 2, place, last, PTX
+            )
+            new_acc = ()
+            new_best = ()
+            new_mass = ()
+            for i in tl.static_range(ROWS):
+                position = n + tl.minimum(block * 2 + i, R - 1)
+                scores = all_warps(score_page(q[i], keys, key_steps, PTX))
+                p, shrink, top, total = soften(scores, best[i], mass[i], position, page_first, last)
+                new_acc = new_acc + (add_values(acc[i], p, shrink, values, value_steps, PTX),)  # noqa: RUF005
+                new_best = new_best + (top,)  # noqa: RUF005
+                new_mass = new_mass + (total,)  # noqa: RUF005
+            acc = new_acc
+            best = new_best
+            mass = new_mass
+            page_first += 64
+        for i in tl.static_range(ROWS):
+            r = block * 2 + i
+            for e in tl.static_range(2):
+                column = lane % 4 * 2 + e
+                live = (column + warp * 0 < RATIO) & (r < R)
+                line = ((b * R + tl.minimum(r, R - 1)) * splits + split) * H + head * RATIO + column
+                out = part_out + line * 256 + warp * 64 + lane // 4 * 8
+                a = acc[i]
+                store_four(out, a[0][e], a[0][2 + e], a[1][e], a[1][2 + e], live, PTX)
+                store_four(out + 4, a[2][e], a[2][2 + e], a[3][e], a[3][2 + e], live, PTX)
+                one = live & (lane < 4) & (warp == 0)
+                store_one(part_max + line + warp * 0, best[i][e][None, :] + z, one, PTX)
+                store_one(part_sum + line + warp * 0, mass[i][e][None, :] + z, one, PTX)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -197,15 +395,17 @@ def attention_combine_kernel(
     H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (head, row): join the splits in order, apply the sigmoid gate, store eight int8 groups of 32."""
+    """Programs (head * 4 + group of 64 dims, row): join the splits in order, sigmoid gate, int8 groups."""
     WIDTH: tl.constexpr = 2 * (H + KH) * 256
-    head = tl.program_id(0)
+    head = tl.program_id(0) // 4
+    group = tl.program_id(0) % 4
     t = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
-    d = tl.arange(0, 256)
-    wait_for_inputs(PDL)
+    d = group * 64 + tl.arange(0, 64)
     # Splits this row sees: all later ones would add exact zeros.
     used = (tl.load(lengths + t // R) + t % R) // SPLIT + 1
+    gate = tl.load(projected + t * WIDTH + (H + KH) * 256 + head * 256 + d, cache_modifier=".cg").to(tl.float32)
+    wait_for_inputs(PDL)
     best = tl.full([BLOCK], -1.0e30, tl.float32)
     i = 0
     while i < used:
@@ -213,7 +413,7 @@ def attention_combine_kernel(
         best = tl.maximum(best, tl.load(part_max + at, mask=i + lane < used, other=-1.0e30))
         i += BLOCK
     top = tl.max(best, 0)
-    total = tl.zeros([256], tl.float32)
+    total = tl.zeros([64], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     i = 0
     while i < used:
@@ -225,9 +425,8 @@ def attention_combine_kernel(
         part = tl.load(part_out + at[:, None] * 256 + d[None, :], mask=inside[:, None], other=0.0)
         total += tl.sum(part * weight[:, None], 0)
         i += BLOCK
-    gate = tl.load(projected + t * WIDTH + (H + KH) * 256 + head * 256 + d).to(tl.float32)
     y = total / tl.sum(mass, 0) / (1.0 + tl.exp(-gate))
-    store_groups(tl.reshape(y, [8, 32]), q_out, s_out, t, head * 8, H * 8, 8)
+    store_groups(tl.reshape(y, [2, 32]), q_out, s_out, t, head * 8 + group * 2, H * 8, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +468,6 @@ def attention(
     out: Activation,
     *,
     heads: int,
-    warps: int = 4,
     eps: float = 1e-6,
 ) -> None:
     """Append the rows' keys and values and attend; `out` are int8 rows of the gated output (read with norm="none").
@@ -286,13 +484,14 @@ def attention(
     kv_heads, pages = codes.shape[1], codes.shape[2]
     splits = workspace.out.shape[1]
     if heads // kv_heads > 8:
-        raise ValueError(f"{heads // kv_heads} query heads share a KV head; a program takes two tokens of at most 8")
+        raise ValueError(f"{heads // kv_heads} query heads share a KV head; a program takes at most 8")
     attention_split_kernel[(splits, kv_heads, batch * ((rows + 1) // 2))](
-        projected, q_gain, k_gain, cos, sin, codes, scales, tables, lengths, workspace.out, workspace.top,
+        projected.view(torch.int32), q_gain.view(torch.int32), k_gain.view(torch.int32), cos, sin,
+        codes.view(torch.int32), codes, scales.view(torch.int32), scales, tables, lengths, workspace.out, workspace.top,
         workspace.mass, pages, tables.stride(0), splits, eps,
-        H=heads, KH=kv_heads, R=rows, SPLIT=workspace.split, **_tiles.launch(projected, warps),
+        H=heads, KH=kv_heads, R=rows, SPLIT=workspace.split, **_tiles.launch(projected, 4),
     )  # fmt: skip
-    attention_combine_kernel[(heads, total)](
+    attention_combine_kernel[(heads * 4, total)](
         workspace.out, workspace.top, workspace.mass, projected, lengths, out.q, out.s, splits,
-        H=heads, KH=kv_heads, R=rows, SPLIT=workspace.split, BLOCK=16, **_tiles.launch(projected, 4),
+        H=heads, KH=kv_heads, R=rows, SPLIT=workspace.split, BLOCK=64, **_tiles.launch(projected, 4),
     )  # fmt: skip

@@ -74,6 +74,11 @@ def residual(fmt: int, n: int, k: int, steps: int, warps: int, heads: bool = Fal
     }  # fmt: skip
 
 
+PAIRS = dict.fromkeys(("projected", "taps", "conv_ptr", "norm"), "*i32")
+"""bf16 read two at a time."""
+ATTENTION = dict.fromkeys(("projected", "q_gain", "k_gain", "codes", "scales"), "*i32") | {
+    "code_bytes": "*i8", "scale_halves": "*fp16",
+}  # fmt: skip
 WORDS = {"hq": "*i32"}
 BYTES = {"hq": "*i8"}
 """Expert rows are read as words and written as bytes."""
@@ -107,12 +112,15 @@ def cases(full: bool = False):
     }  # fmt: skip
     yield from expert_cases(full)
     for rows in (1, 4) if full else (2,):
-        yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, {"q_out": "*i32"}, {
+        yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, PAIRS, {
             "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
         }  # fmt: skip
-    yield "attention", attention_decode.attention_split_kernel, 4, {}, {"H": 16, "KH": 2, "R": 2, "SPLIT": 128}
+    for rows in (1, 4) if full else (2,):
+        yield f"attention R={rows}", attention_decode.attention_split_kernel, 4, ATTENTION, {
+            "H": 16, "KH": 2, "R": rows, "SPLIT": 128,
+        }  # fmt: skip
     yield "attention combine", attention_decode.attention_combine_kernel, 4, {"q_out": "*i32"}, {
-        "H": 16, "KH": 2, "R": 1, "SPLIT": 128, "BLOCK": 16,
+        "H": 16, "KH": 2, "R": 1, "SPLIT": 128, "BLOCK": 64,
     }  # fmt: skip
 
 

@@ -1,0 +1,119 @@
+"""Triton helpers for fp16 operands of `mma.m16n8k16` in lane form: signed bytes to halves, products, transposition."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def half_of(word, upper: tl.constexpr):
+    """One half of a packed pair as fp32, in plain Triton."""
+    bits = ((word >> 16) if upper else word) & 0xFFFF
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def pack_halves(low, high, PTX: tl.constexpr):
+    """Two fp32 rounded to fp16 in one word."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        first = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return first | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def signed_byte(word, i: tl.constexpr):
+    """Byte `i` of a word as fp32, in plain Triton."""
+    return ((word << (24 - 8 * i)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def bytes_to_halves(word, PTX: tl.constexpr):
+    """Four signed bytes as two words of fp16 pairs, exact."""
+    if PTX:
+        # A byte x + 128 under the exponent of 1024 is the half 1152 + x.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t, k; mov.b32 k, 0x64806480; xor.b32 t, $2, 0x80808080; "
+            "prmt.b32 $0, t, 0x64646464, 0x4140; prmt.b32 $1, t, 0x64646464, 0x4342; "
+            "sub.rn.f16x2 $0, $0, k; sub.rn.f16x2 $1, $1, k; }",
+            "=&r,=&r,r",
+            [word],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low = pack_halves(signed_byte(word, 0), signed_byte(word, 1), PTX)
+        return low, pack_halves(signed_byte(word, 2), signed_byte(word, 3), PTX)
+
+
+@triton.jit
+def pairs_to_halves(first, second, PTX: tl.constexpr):
+    """Bytes 0..3 of two words: four words, each the pair (byte i of `first`, byte i of `second`) in fp16."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t, u, p, q, k; mov.b32 k, 0x64806480; xor.b32 t, $4, 0x80808080; xor.b32 u, $5, 0x80808080; "
+            "prmt.b32 p, t, u, 0x5140; prmt.b32 q, t, u, 0x7362; "
+            "prmt.b32 $0, p, 0x64646464, 0x4140; prmt.b32 $1, p, 0x64646464, 0x4342; "
+            "prmt.b32 $2, q, 0x64646464, 0x4140; prmt.b32 $3, q, 0x64646464, 0x4342; "
+            "sub.rn.f16x2 $0, $0, k; sub.rn.f16x2 $1, $1, k; sub.rn.f16x2 $2, $2, k; sub.rn.f16x2 $3, $3, k; }",
+            "=&r,=&r,=&r,=&r,r,r",
+            [first, second],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        found = ()
+        for i in tl.static_range(4):
+            found = found + (pack_halves(signed_byte(first, i), signed_byte(second, i), PTX),)  # noqa: RUF005
+        return found
+
+
+@triton.jit
+def half_columns(upper, lower, b0, b1, X: tl.constexpr):
+    """Plain-Triton product of one 8-row half of a fragment with eight columns: two [X, 32]."""
+    c = tl.zeros([X, 8, 8, 4], tl.float32)
+    for h in tl.static_range(2):
+        x0 = tl.reshape(half_of(b0, h == 1), [X, 1, 8, 4])
+        x1 = tl.reshape(half_of(b1, h == 1), [X, 1, 8, 4])
+        c += tl.reshape(half_of(upper, h == 1), [X, 8, 1, 4]) * x0
+        c += tl.reshape(half_of(lower, h == 1), [X, 8, 1, 4]) * x1
+    return tl.split(tl.reshape(tl.sum(c, 3), [X, 32, 2]))
+
+
+@triton.jit
+def half_product(acc, a0, a1, a2, a3, b0, b1, X: tl.constexpr, PTX: tl.constexpr):
+    """acc + fp16 product of 16 rows and 8 columns over 16: four fp32 registers [X, 32], as `_dequant.multiply`."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+            "{$10, $11, $12, $13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [a0, a1, a2, a3, b0, b1, acc[0], acc[1], acc[2], acc[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        c0, c1 = half_columns(a0, a2, b0, b1, X)
+        c2, c3 = half_columns(a1, a3, b0, b1, X)
+        return acc[0] + c0, acc[1] + c1, acc[2] + c2, acc[3] + c3
+
+
+@triton.jit
+def transpose_halves(word, X: tl.constexpr, PTX: tl.constexpr):
+    """An 8 x 8 matrix of fp16, lane 4 g + c holding row g's columns 2c and 2c + 1, transposed in the same form."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        both = tl.join(word & 0xFFFF, (word >> 16) & 0xFFFF)
+        turned = tl.permute(tl.reshape(both, [X, 8, 8]), [0, 2, 1])
+        low, high = tl.split(tl.reshape(turned, [X, 32, 2]))
+        return low | (high << 16)
