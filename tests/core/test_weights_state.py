@@ -7,8 +7,8 @@ import torch
 
 from ninfer_core.config import QWEN36_27B, QWEN36_35B_A3B
 from ninfer_core.errors import InvalidRequestError, InventoryError
-from ninfer_core.inventory import default_recipe, inventory
 from ninfer_core.footprint import page_bytes, slot_bytes
+from ninfer_core.inventory import default_recipe, inventory
 from ninfer_core.state import State
 from ninfer_core.weights import from_state_dict, hf_objects, load_weights
 from tests.cases import DEMO, tiny_config, tiny_dict
