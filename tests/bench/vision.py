@@ -1,0 +1,171 @@
+"""The full-size vision tower on a GPU: against transformers, and its time beside the measured matrix rate.
+
+    python -m tests.bench.vision --out DIR                    # one NVIDIA GPU
+    python -m tests.bench.vision --tiny --device cpu          # the same code on a small tower
+
+Random weights. Work is counted as the matrices' and the attention's floating-point operations; the rate they are set
+against is that of a bf16 product of 8,192 x 8,192 x 8,192 in the same run. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ninfer_core.config import QWEN36_35B_A3B, ModelConfig, VisionConfig
+from ninfer_core.kernels.vision import patch_rows
+from ninfer_core.model.vision import VisionTower
+from ninfer_core.weights import VisionBlock, VisionLinear, VisionNorm, VisionWeights
+
+TINY = VisionConfig(depth=2, hidden_size=144, num_heads=2, intermediate_size=200, out_hidden_size=64)
+SIZES = {"1080p": (1088, 1920), "4K": (2176, 3840), "768 x 1024": (768, 1024)}
+
+
+def random_weights(c: VisionConfig, device: str, dtype: torch.dtype) -> VisionWeights:
+    """A tower whose values stay of the order of one."""
+    g = torch.Generator(device).manual_seed(0)
+
+    def linear(rows: int, columns: int) -> VisionLinear:
+        weight = torch.randn(columns, rows, generator=g, device=device) / columns**0.5
+        return VisionLinear(weight.to(dtype), (torch.randn(rows, generator=g, device=device) * 0.1).to(dtype))
+
+    def norm() -> VisionNorm:
+        wide = (c.hidden_size,)
+        return VisionNorm(
+            1 + 0.1 * torch.randn(wide, generator=g, device=device), 0.1 * torch.randn(wide, generator=g, device=device)
+        )
+
+    def block() -> VisionBlock:
+        w, m = c.hidden_size, c.intermediate_size
+        return VisionBlock(norm(), linear(3 * w, w), linear(w, w), norm(), linear(m, w), linear(w, m))
+
+    merged = c.hidden_size * c.spatial_merge_size**2
+    return VisionWeights(
+        linear(c.hidden_size, c.patch_dim),
+        torch.randn(c.num_position_embeddings, c.hidden_size, generator=g, device=device) * 0.1,
+        tuple(block() for _ in range(c.depth)),
+        norm(),
+        linear(merged, merged),
+        linear(c.out_hidden_size, merged),
+    )
+
+
+def oracle(w: VisionWeights, c: VisionConfig, device: str, dtype: torch.dtype) -> Any:
+    """The tower of transformers with the same weights."""
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+    fields = {
+        name: getattr(c, name) for name in ("depth", "hidden_size", "num_heads", "intermediate_size", "patch_size")
+    }
+    made = Qwen3_5VisionConfig(
+        **fields, out_hidden_size=c.out_hidden_size, num_position_embeddings=c.num_position_embeddings
+    )
+    made._attn_implementation = "sdpa"
+    model = Qwen3_5VisionModel(made).to(device, dtype).eval()
+    state: dict[str, Tensor] = {"pos_embed.weight": w.position}
+
+    def put(name: str, part: VisionLinear | VisionNorm) -> None:
+        state[f"{name}.weight"] = part.dense.t() if isinstance(part, VisionLinear) else part.weight
+        state[f"{name}.bias"] = part.bias
+
+    put("patch_embed.proj", w.patch)
+    for i, b in enumerate(w.blocks):
+        for name, part in (("norm1", b.norm1), ("norm2", b.norm2), ("attn.qkv", b.qkv), ("attn.proj", b.output)):
+            put(f"blocks.{i}.{name}", part)
+        put(f"blocks.{i}.mlp.linear_fc1", b.fc1)
+        put(f"blocks.{i}.mlp.linear_fc2", b.fc2)
+    put("merger.norm", w.merger_norm)
+    put("merger.linear_fc1", w.merger_fc1)
+    put("merger.linear_fc2", w.merger_fc2)
+    own = model.state_dict()
+    missing = set(own) - set(state)
+    assert not missing, missing
+    model.load_state_dict({name: state[name].reshape(own[name].shape).to(dtype) for name in own})
+    return model
+
+
+def seconds(run: Callable[[], Any], device: str, times: int) -> float:
+    """The median time of a call."""
+    made = []
+    for _ in range(times + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        made.append(time.perf_counter() - begun)
+    return sorted(made[1:])[times // 2]
+
+
+def work(c: VisionConfig, patches: int) -> float:
+    """Floating-point operations of one image: matrices and attention."""
+    w, m, merged = c.hidden_size, c.intermediate_size, c.hidden_size * c.spatial_merge_size**2
+    block = 2 * (4 * w * w + 2 * w * m) + 4 * w * patches
+    merger = 2 * (merged * merged + merged * c.out_hidden_size) / c.spatial_merge_size**2
+    return patches * (2 * w * c.patch_dim + c.depth * block + merger)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--times", type=int, default=5)
+    args = parser.parse_args()
+    model: ModelConfig = QWEN36_35B_A3B
+    c = TINY if args.tiny else model.vision
+    assert c is not None
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    weights = random_weights(c, args.device, dtype)
+    tower = VisionTower(weights, c)
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
+    frames = torch.randint(0, 256, (1, 256, 320, 3), dtype=torch.uint8, device=args.device)
+    rows = patch_rows(frames, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, dtype)
+    exact = VisionTower(random_weights(c, args.device, torch.float32), c).features(rows, [(1, 16, 20)])
+    got = tower.features(rows, [(1, 16, 20)]).float()
+    found["against fp32"] = float((got - exact).norm() / exact.norm())
+    with torch.inference_mode():
+        out = oracle(weights, c, args.device, dtype)(rows, grid_thw=torch.tensor([[1, 16, 20]], device=args.device))
+    want = getattr(out, "pooler_output", out).float()
+    found["transformers against fp32"] = float((want - exact).norm() / exact.norm())
+    found["against transformers"] = float((got - want).norm() / want.norm())
+    side = 512 if args.tiny else 8192
+    a = torch.randn(side, side, device=args.device, dtype=dtype)
+    rate = 2 * side**3 / seconds(lambda: a @ a, args.device, args.times)
+    found["matrix TFLOP/s"] = rate / 1e12
+    for name, (height, width) in {"small": (256, 320)}.items() if args.tiny else SIZES.items():
+        patches = height // 16 * (width // 16)
+        picture = torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8).numpy()
+        pixels = SimpleNamespace(frames=picture, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+        def encode(pixels: Any = pixels, grid: Any = (1, height // 16, width // 16)) -> None:
+            encoding = tower.begin(pixels, grid)
+            while not encoding.advance(1 << 62):
+                pass
+
+        took = seconds(encode, args.device, args.times)
+        done = work(c, patches) / took
+        found[name] = {"ms": took * 1e3, "TFLOP": work(c, patches) / 1e12, "share of the matrix rate": done / rate}
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            encode()
+            peak = torch.cuda.max_memory_allocated() - before
+            found[name] |= {"peak MiB": peak / 2**20, "planned MiB": tower.workspace(patches) / 2**20}
+    print(json.dumps(found, indent=1))
+    if args.out:
+        (args.out / "vision.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
