@@ -70,24 +70,27 @@ def shell_lines(text: str) -> list[str]:
     return [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
 
 
-def test_the_readme_names_only_commands_and_options_that_exist(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    uses = [match for line in shell_lines(text) for match in re.findall(r"\bninfer (-?[\w-]+)([^|;&#]*)", line)]
-    assert uses, "README.md shows no ninfer command in a shell block"
-    for command, rest in uses:
-        if command.startswith("-"):
-            assert command in ("--help", "--version", "--install-completion"), command
-            continue
-        assert command in command_names(), f"README.md uses `ninfer {command}`, which does not exist"
-        path = [command]
-        if command == "bench":  # a group: the word behind it is a command of its own, or a model
-            word = rest.split()[0]
-            path.append(word if word in ("serve", "workloads", "ops", "table") else "model")
-        done = subprocess.run(
-            [*NINFER, *path, "--help"], env=environment(tmp_path), capture_output=True, text=True, check=True
-        )
-        for option in re.findall(r"(?<!\S)--[a-z-]+", rest):
-            assert option in done.stdout, f"README.md uses `ninfer {command} {option}`, which does not exist"
+def test_the_documents_name_only_commands_and_options_that_exist(tmp_path: Path) -> None:
+    helps: dict[tuple[str, ...], str] = {}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        lines = [re.sub(r"\s#.*", "", line) for line in shell_lines(page.read_text(encoding="utf-8"))]
+        uses = [match for line in lines for match in re.findall(r"(?:^|[\s;&|])ninfer (-?[\w-]+)([^|;&#]*)", line)]
+        assert uses or page.name != "README.md", "README.md shows no ninfer command in a shell block"
+        for command, rest in uses:
+            if command.startswith("-"):
+                assert command in ("--help", "--version", "--install-completion"), command
+                continue
+            assert command in command_names(), f"{page.name} uses `ninfer {command}`, which does not exist"
+            path: tuple[str, ...] = (command,)
+            if command == "bench":  # a group: the word behind it is a command of its own, or a model
+                word = rest.split()[0]
+                path += (word if word in ("serve", "workloads", "ops", "table") else "model",)
+            if path not in helps:
+                call = [*NINFER, *path, "--help"]
+                done = subprocess.run(call, env=environment(tmp_path), capture_output=True, text=True, check=True)
+                helps[path] = done.stdout
+            for option in re.findall(r"(?<!\S)--[a-z-]+", rest):
+                assert option in helps[path], f"{page.name} uses `ninfer {command} {option}`, which does not exist"
 
 
 def test_completion_knows_commands_and_models(tmp_path: Path) -> None:
