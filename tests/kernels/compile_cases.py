@@ -19,19 +19,24 @@ from ninfer_core.kernels import (
     embedding_decode,
     gated_delta_decode,
     head_decode,
+    lanes_decode,
     linear_decode,
     mlp_decode,
     moe_decode,
+    rows_decode,
 )
 
 TYPES = {
-    "*i32": "w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w pairs counts",
+    "*i32": "w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w pairs counts "
+    "lanes deltas table_rows scratch bad sampled results follow pick chain pattern drafts",
     "*fp16": "scales",
     "*i8": "codes q_out",
     "*fp32": "xs ss u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights y "
-    "ab a_log dt_bias s_ptr k_ptr e_ptr g_ptr cos sin best part_out part_max part_sum",
-    "*bf16": "out norm projected taps conv_ptr q_gain k_gain",
-    "i32": "rows side_rows pages table_stride splits addressable count",
+    "ab a_log dt_bias s_ptr k_ptr e_ptr g_ptr cos sin best part_out part_max part_sum "
+    "cos_out sin_out h_out hidden scratch_z",
+    "*bf16": "out norm projected taps conv_ptr q_gain k_gain ring",
+    "*fp64": "turns",
+    "i32": "rows side_rows pages table_stride splits addressable count table_width pages_used batch",
     "fp32": "eps",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
@@ -111,6 +116,7 @@ def cases(full: bool = False):
         "INTER": 17408, "U": k // 64, "K": k, "PARTS": k // 32, "FMT": 4, "S": 2 if full else 1, "X": 8, "NB": 1,
     }  # fmt: skip
     yield from expert_cases(full)
+    yield from round_cases(full)
     for rows in (1, 4) if full else (2,):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, PAIRS, {
             "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
@@ -121,6 +127,23 @@ def cases(full: bool = False):
         }  # fmt: skip
     yield "attention combine", attention_decode.attention_combine_kernel, 4, {"q_out": "*i32"}, {
         "H": 16, "KH": 2, "R": 1, "SPLIT": 128, "BLOCK": 64,
+    }  # fmt: skip
+
+
+def round_cases(full: bool):
+    """The kernels of a round around the layers."""
+    yield "open", lanes_decode.open_kernel, 1, {}, {"R": 4, "BLOCK": 256}
+    yield "sample", lanes_decode.sample_kernel, 8, {}, {
+        "V": 248320 if full else 8192, "R": 4, "BLOCK": 8192 if full else 256,
+    }  # fmt: skip
+    yield "accept", lanes_decode.accept_kernel, 1, {}, {"R": 4, "FORCED": False}
+    yield "keep", lanes_decode.keep_kernel, 1, {}, {"K": 3}
+    yield "rope", rows_decode.rope_kernel, 1, {}, {"R": 4}
+    yield "finish", rows_decode.finish_kernel, 4, {"q_out": "*i32"}, {
+        "R": 4, "K": 2048, "BLOCK": 64, "GROUPS": 8, "KEPT": 576, "NORM": True, "PICK": True, "RINGS": True,
+    }  # fmt: skip
+    yield "draft input", rows_decode.draft_input_kernel, 4, {"q_out": "*i32"}, {
+        "K": 5120, "BLOCK": 256, "WIDE": 8192, "GROUPS": 8,
     }  # fmt: skip
 
 
