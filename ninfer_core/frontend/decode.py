@@ -169,7 +169,7 @@ def _scaled(picture: Any, size: tuple[int, int]) -> Any:
     return picture if picture.size == (width, height) else picture.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def video_format(head: bytes | bytearray) -> str | None:
+def video_format(head: bytes) -> str | None:
     """The container a file's first bytes tell, None if it is none that is read. Others could name further files."""
     for name, start, marks in _VIDEOS:
         if any(head[start : start + len(mark)] == mark for mark in marks):
@@ -185,12 +185,7 @@ def decode_video(source: str | bytes | bytearray, sizes: Sizes, sampling: Sampli
     Raises:
         RefusedError: not a known container, without a picture, damaged, or too long.
     """
-    if isinstance(source, str):
-        with open(source, "rb") as file:
-            head = file.read(16)
-    else:
-        head = source[:16]
-    container = video_format(head)
+    container = video_format(_head(source))
     if container is None:
         raise RefusedError("it is not a video of a known format (MP4, MOV, WebM, MKV)")
     total, rate = _count_packets(source, container)
@@ -207,6 +202,13 @@ def decode_video(source: str | bytes | bytearray, sizes: Sizes, sampling: Sampli
     height, width = frames[0][0]
     pixels = b"".join(data for _, data in frames)
     return Pictures(height, width, pixels, tuple(numbers), rate)
+
+
+def _head(source: str | bytes | bytearray) -> bytes:
+    if isinstance(source, str):
+        with open(source, "rb") as file:
+            return file.read(16)
+    return bytes(source[:16])
 
 
 def _open(source: str | bytes | bytearray, container: str) -> Any:

@@ -229,3 +229,16 @@ def test_the_plan_keeps_room_for_the_tower(engine):
     encoding = tower.begin(pixels, (1, 8, 8))
     assert not encoding.advance(1) and encoding.advance(1)
     assert encoding.features.shape == (16, engine.config.hidden_size)
+
+
+def test_large_media_go_through_the_wide_layers_in_tiles(engine, monkeypatch):
+    from ninfer_core.model import vision
+
+    tower = engine._runner._tower
+    pixels = SimpleNamespace(frames=np.array(drawn(160, 192))[None], mean=(0.5,) * 3, std=(0.5,) * 3)
+    whole = tower.begin(pixels, (1, 10, 12))
+    assert whole.advance(1 << 40)
+    monkeypatch.setattr(vision, "TILE", 32)  # 120 patch rows: the last tile is not full
+    tiled = tower.begin(pixels, (1, 10, 12))
+    assert tiled.advance(1 << 40)
+    assert torch.allclose(tiled.features, whole.features, atol=1e-4, rtol=1e-4)
