@@ -401,11 +401,11 @@ def write(args: argparse.Namespace) -> None:
         for name, (shape, fmt) in inventory(artifact.config, recipe).items():
             payload = artifact.payload(name).clone()
             if name in names:
-                payload = encode(tower[names[name]].reshape(shape), fmt)
+                payload = encode(tower[names[name]].reshape(shape), fmt, search=True)
             objects.append((name, fmt, shape, payload))
         config = json.loads((ARTIFACT / "config.json").read_text(encoding="utf-8"))
         resources = dict(artifact.resources)
-    write_artifact(ARTIFACT, config, resources, objects, recipe="demo", overwrite=True)
+    write_artifact(ARTIFACT, config, resources, objects, recipe="demo", encoder="search", overwrite=True)
     print(f"{ARTIFACT}: {sum(path.stat().st_size for path in ARTIFACT.iterdir()) / 1e6:.3f} MB")
 
 
