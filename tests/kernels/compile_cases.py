@@ -117,11 +117,11 @@ def cases(full: bool = False):
     }  # fmt: skip
     yield from expert_cases(full)
     yield from round_cases(full)
-    for rows in (1, 4) if full else (2,):
+    for rows in (1, 4) if full else (1,):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, PAIRS, {
             "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
         }  # fmt: skip
-    for rows in (1, 4) if full else (2,):
+    for rows in (1, 4) if full else (1,):
         yield f"attention R={rows}", attention_decode.attention_split_kernel, 4, ATTENTION, {
             "H": 16, "KH": 2, "R": rows, "SPLIT": 128,
         }  # fmt: skip
