@@ -374,7 +374,7 @@ every product to int8 in groups of 32, as the GPU kernels do."""
 
 _LAYERS = """One Gated DeltaNet and one attention layer of each published model at full width (16 of the 256 experts, 8,192
 vocabulary rows), random weights with heavy tails, 128 positions. Random weights have near-flat distributions and close
-ties, so the first choice flips easily: this is the hard case. Errors of more layers add up less than linearly."""
+ties, so the first choice flips easily: this is the hard case."""
 
 
 def _demo_note(tokens: int) -> str:
