@@ -50,6 +50,8 @@ class ScriptedModels:
         name = Path(path).name
         self.events.append(f"load {name}")
         time.sleep(self.slow.get(name, 0.0))
+        if self.gate is not None:
+            self.gate.wait(10)
         if name in self.broken:
             raise ArtifactError(f"{name} is damaged")
         return self.make(name)
@@ -132,17 +134,17 @@ def test_a_request_for_another_model_switches(start: Any, models: ScriptedModels
     assert models.events == ["close alpha", "load beta"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": USER}),
-        ("/v1/completions", {"prompt": "hi"}),
-        ("/v1/responses", {"input": "hi"}),
-        ("/v1/messages", {"messages": USER, "max_tokens": 50}),
-        ("/api/chat", {"messages": USER}),
-        ("/api/generate", {"prompt": "hi"}),
-    ],
-)
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": USER}),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": USER, "max_tokens": 50}),
+    ("/api/chat", {"messages": USER}),
+    ("/api/generate", {"prompt": "hi"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
 @pytest.mark.parametrize("stream", [True, False])
 def test_every_api_switches(start: Any, models: ScriptedModels, path: str, body: dict[str, Any], stream: bool) -> None:
     server = start()
@@ -150,6 +152,97 @@ def test_every_api_switches(start: Any, models: ScriptedModels, path: str, body:
     assert answer.status_code == 200 and "beta" in answer.text
     assert models.events == ["close alpha", "load beta"]
     assert wait_for(lambda: server.state.host.leases == 0)
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_stream_begins_before_its_model_is_loaded(
+    start: Any, models: ScriptedModels, path: str, body: dict[str, Any]
+) -> None:
+    server = start(heartbeat=0.05)
+    models.gate = threading.Event()
+    with server.http.stream("POST", path, json={**body, "model": "beta", "stream": True}) as answer:
+        assert answer.status_code == 200
+        read = (line for line in answer.iter_lines() if line)
+        early = [next(read) for _ in range(6)]
+        assert models.events[-1] == "load beta" and server.state.host.loading == "beta"
+        models.gate.set()
+        lines = [*early, *read]
+    assert len(lines) > 6
+    if path.startswith("/api"):
+        assert all(json.loads(line)["model"] == "beta" for line in lines) and json.loads(lines[-1])["done"] is True
+        assert json.loads(lines[-1])["load_duration"] > 2e8
+    elif path == "/v1/messages":
+        assert set(early) == {"event: ping", 'data: {"type":"ping"}'} and "event: message_stop" in lines
+    else:
+        assert all(line.startswith(":") for line in early)
+        assert lines[-1] == "data: [DONE]" or '"type":"response.completed"' in lines[-1]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_stream_tells_that_its_model_could_not_be_loaded(
+    start: Any, models: ScriptedModels, path: str, body: dict[str, Any]
+) -> None:
+    server = start()
+    models.broken.add("beta")
+    lines = server.lines(path, {**body, "model": "beta", "stream": True})
+    last = json.loads(lines[-1].removeprefix("data: "))
+    assert "beta is damaged" in lines[-1] and "[DONE]" not in lines[-1]
+    if path == "/v1/responses":
+        assert lines[-2] == "event: response.failed" and last["response"]["error"]["code"] == "server_error"
+    elif path == "/v1/messages":
+        assert lines[-2] == "event: error" and last["error"]["type"] == "api_error"
+    else:
+        assert "error" in last
+    assert wait_for(lambda: server.state.host.leases == 0)
+    assert text_of(ask(server, "alpha")) == "alpha"
+
+
+def test_a_wrong_request_is_told_in_a_stream_that_has_begun(start: Any) -> None:
+    server = start()
+    body = {"messages": USER, "model": "beta", "stream": True, "stop": ["x"] * 40}
+    lines = server.lines("/v1/chat/completions", body)
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["param"] == "stop"
+    assert server.post("/v1/chat/completions", {**body, "model": "beta"}).status_code == 400, "it is loaded now"
+
+
+def test_a_stream_that_is_left_while_it_waits(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    with ThreadPoolExecutor(4) as pool:
+        held = pool.submit(ask, server, "alpha", "hold")
+        assert wait_for(lambda: server.state.host.leases == 1)
+        body = {"messages": USER, "model": "beta", "stream": True}
+        with server.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert next(answer.iter_lines()).startswith(":")
+        assert wait_for(lambda: not server.state.host._queue)
+        models.hold.set()
+        held.result(10)
+    assert wait_for(lambda: server.state.host.leases == 0) and models.events == []
+
+
+def test_metrics_carry_the_name_of_the_model_that_answered(start: Any) -> None:
+    server = start(metrics_compat=frozenset({"vllm"}))
+    for name in ("alpha", "beta", "beta"):
+        ask(server, name)
+    text = server.http.get("/metrics").text
+    for model, count in (("alpha", 1), ("beta", 2)):
+        assert f'ninfer:request_success_total{{finished_reason="stop",model_name="{model}"}} {count}.0' in text
+        assert f'vllm:request_success_total{{finished_reason="stop",model_name="{model}"}} {count}.0' in text
+    assert 'ninfer:num_requests_running{model_name="beta"} 0.0' in text
+    assert 'num_requests_running{model_name="alpha"}' not in text, "a gauge tells about what is loaded"
+
+
+def test_tokenizing_for_another_model_than_the_loaded_one(start: Any, models: ScriptedModels) -> None:
+    server = start()
+    for path, body in (
+        ("/tokenize", {"content": "hi"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/apply-template", {"messages": USER}),
+    ):
+        assert server.post(path, {**body, "model": "alpha"}).status_code == 200
+        assert server.post(path, {**body, "model": "delta"}).status_code == 404
+    assert not models.events
+    assert server.post("/tokenize", {"content": "hi", "model": "beta"}).status_code == 200
+    assert models.events == ["close alpha", "load beta"], "as any other request that names a model"
 
 
 def test_what_waits_goes_first_and_nobody_overtakes(start: Any, models: ScriptedModels) -> None:
@@ -212,12 +305,16 @@ def test_a_full_queue_and_a_limit_on_waiting(start: Any, models: ScriptedModels)
     with ThreadPoolExecutor(8) as pool:
         held = pool.submit(ask, server, "alpha", "hold")
         assert wait_for(lambda: server.state.host.leases == 1)
-        waiting = [pool.submit(server.post, "/api/chat", {"model": "beta", "messages": USER}) for _ in range(2)]
+        body = {"model": "beta", "messages": USER}
+        waiting = [pool.submit(server.post, "/api/chat", {**body, "stream": stream}) for stream in (False, True)]
         assert wait_for(lambda: len(server.state.host._queue) == 2)
-        full = server.post("/api/chat", {"model": "beta", "messages": USER})
-        assert full.status_code == 503 and "which is the limit" in full.json()["error"]
-        for item in waiting:
-            assert item.result(10).status_code == 503
+        for stream in (False, True):
+            full = server.post("/api/chat", {**body, "stream": stream})
+            assert full.status_code == 503 and "which is the limit" in full.json()["error"]
+            assert int(full.headers["retry-after"]) >= 1
+        assert waiting[0].result(10).status_code == 503
+        late = waiting[1].result(10)
+        assert late.status_code == 200 and "which is the limit" in json.loads(late.text.splitlines()[-1])["error"]
         models.hold.set()
         held.result(10)
     assert wait_for(lambda: not server.state.host.leases) and not server.state.host._queue

@@ -1,9 +1,10 @@
-"""The last step of every generating endpoint: a streamed or a whole answer, and how it is documented."""
+"""The last steps of every generating endpoint: its model, then a streamed or a whole answer; and the documentation."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,42 +15,135 @@ from starlette.responses import Response
 from ninfer_core.errors import NinferError
 from ninfer_core.types import Completion, Request
 
-from .context import Server
-from .generation import EncodedStream, Encoder, collect, start
-from .wire import JsonResponse, StreamResponse
+from .context import RequestRecord, Server, Target
+from .errors import body_of, fault_of
+from .generation import EncodedStream, Encoder, Generation, collect, start
+from .wire import SSE, SSE_COMMENT, JsonResponse, StreamResponse, sse
 
 Handler = Callable[..., Awaitable[Response]]
 
 
-async def respond(
+@dataclass(slots=True)
+class Prepared:
+    """What an API makes of a request: to be streamed through `encoder`, or told at the end with `complete`'s object.
+
+    `choices` is the number of requests per prompt; None means that all share one. `names` maps fields of the neutral
+    request to the API's own, so that an error names what the client wrote.
+    """
+
+    requests: Sequence[Request]
+    encoder: Encoder | None
+    complete: Callable[[list[Completion]], dict[str, Any]]
+    choices: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+Prepare = Callable[[str], Awaitable[Prepared]]
+"""Makes the request of a model that is loaded, from the name to answer with."""
+
+
+def _event(error: BaseException, request_id: str) -> bytes:
+    return sse(body_of(fault_of(error), "openai", request_id))
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A stream whose model is not loaded yet: how it is kept alive, and how it says that this failed."""
+
+    media_type: str = SSE
+    heartbeat: Callable[[RequestRecord], bytes] = lambda _: SSE_COMMENT
+    error: Callable[[BaseException, str], bytes] = _event
+
+
+async def answer(
     server: Server,
     http: HttpRequest,
-    requests: Sequence[Request],
-    *,
-    encoder: Encoder | None,
-    complete: Callable[[list[Completion]], dict[str, Any]],
-    choices: int | None = None,
-    names: Mapping[str, str] | None = None,
+    asked: str | None,
+    prepare: Prepare,
+    waiting: Waiting | None,
+    keep_alive: float | str | None = None,
 ) -> Response:
-    """Run the requests and answer: through `encoder` as they go, or with `complete`'s object at the end.
+    """Have the model loaded, run what `prepare` makes of the request and answer; `waiting` None is a whole answer.
 
-    Errors before the first byte are raised and keep their HTTP status; `names` maps fields of the neutral request to
-    the API's own, so that an error names what the client wrote.
+    Errors before the first byte are raised and keep their HTTP status. Where the model must be loaded or switched
+    first, a stream begins at once and is kept alive meanwhile; a later error is told inside it.
     """
-    record = http.scope["state"]["record"]
+    target = await server.target(http, asked, keep_alive)
+    record: RequestRecord = http.scope["state"]["record"]
+    record.stream = waiting is not None
+    if waiting is not None and server.host.waits_for(target.key):
+        settings = server.settings
+        beat = waiting.heartbeat(record)
+        return StreamResponse(
+            beat, _LateStream(server, http, target, prepare, waiting), media_type=waiting.media_type, heartbeat=beat,
+            interval=settings.heartbeat, stall_timeout=settings.stall_timeout,
+        )  # fmt: skip
+    await server.lease(http, target)
+    return await _respond(server, http, await prepare(target.name))
+
+
+async def _start(server: Server, http: HttpRequest, prepared: Prepared) -> Generation:
     try:
-        generation = await start(server, http, requests, choices)
+        generation = await start(server, http, prepared.requests, prepared.choices)
     except NinferError as error:
-        error.param = own_name(error.param, names or {})
+        error.param = own_name(error.param, prepared.names)
         raise
+    encoder = prepared.encoder
+    if encoder is not None and hasattr(encoder, "prompt_tokens"):
+        encoder.prompt_tokens = generation.prompt_tokens
+    return generation
+
+
+@dataclass(slots=True)
+class _LateStream:
+    """Waits for the model, then plays the answer: the source of a `StreamResponse` that has begun before."""
+
+    server: Server
+    http: HttpRequest
+    target: Target
+    prepare: Prepare
+    waiting: Waiting
+    stream: EncodedStream | None = None
+
+    async def blocks(self) -> AsyncIterator[bytes]:
+        """The whole stream of the API, or its error."""
+        record: RequestRecord = self.http.scope["state"]["record"]
+        encoder: Encoder | None = None
+        try:
+            await self.server.lease(self.http, self.target, watch=False)
+            prepared = await self.prepare(self.target.name)
+            encoder = prepared.encoder
+            assert encoder is not None
+            self.stream = EncodedStream(await _start(self.server, self.http, prepared), encoder)
+        except Exception as error:
+            record.fail(error)
+            if encoder is None:
+                yield self.waiting.error(error, record.request_id)
+            else:
+                yield encoder.start() + encoder.error(error)
+            return
+        yield encoder.start()
+        async for block in self.stream.blocks():
+            yield block
+
+    def close(self, reason: str) -> None:
+        """End the generation, if there is one."""
+        record: RequestRecord = self.http.scope["state"]["record"]
+        if self.stream is not None:
+            self.stream.close(reason)
+        else:
+            record.outcome = "error" if record.error and reason == "done" else reason
+
+
+async def _respond(server: Server, http: HttpRequest, prepared: Prepared) -> Response:
+    record: RequestRecord = http.scope["state"]["record"]
+    generation = await _start(server, http, prepared)
     headers = {}
     if record.dropped:
         headers["X-Ninfer-Warning"] = "tools left out: " + ", ".join(sorted(map(_header_text, record.dropped)))
+    encoder = prepared.encoder
     if encoder is None:
-        completions = await collect(http, generation)
-        return JsonResponse(complete(completions), headers=headers)
-    if hasattr(encoder, "prompt_tokens"):
-        encoder.prompt_tokens = generation.prompt_tokens
+        return JsonResponse(prepared.complete(await collect(http, generation)), headers=headers)
     return StreamResponse(
         encoder.start(),
         EncodedStream(generation, encoder),

@@ -23,7 +23,7 @@ from ninfer_core.types import (
     Usage,
 )
 
-from .answer import documented, respond
+from .answer import Prepared, Waiting, answer, documented
 from .anthropic_input import to_request
 from .body import read_request
 from .common import call_id, new_id
@@ -175,7 +175,14 @@ class MessagesEncoder:
 
     def error(self, error: BaseException) -> bytes:
         """The error event."""
-        return sse(body_of(fault_of(error), "anthropic", self.request_id), "error")
+        return _error_event(error, self.request_id)
+
+
+def _error_event(error: BaseException, request_id: str) -> bytes:
+    return sse(body_of(fault_of(error), "anthropic", request_id), "error")
+
+
+_WAITING = Waiting(heartbeat=lambda _: PING, error=_error_event)
 
 
 def router(server: Server) -> APIRouter:
@@ -188,18 +195,19 @@ def router(server: Server) -> APIRouter:
         """Create a message, streamed or whole."""
         body = await read_request(http, MessagesRequest, limit)
         record = http.scope["state"]["record"]
-        model, record.stream = await server.use(http, body.model), bool(body.stream)
-        request, record.dropped = to_request(body, server)
-        window = server.card.context_length
         beta = http.headers.get("anthropic-beta", "")
-        return await respond(
-            server,
-            http,
-            [request],
-            encoder=MessagesEncoder(model, window, beta, record.request_id) if body.stream else None,
-            complete=lambda done: complete(model, done[0], window, beta),
-            names={"response_format": "output_config.format", "stop": "stop_sequences"},
-        )
+
+        async def prepare(model: str) -> Prepared:
+            request, record.dropped = to_request(body, server)
+            window = server.card.context_length
+            return Prepared(
+                [request],
+                MessagesEncoder(model, window, beta, record.request_id) if body.stream else None,
+                lambda done: complete(model, done[0], window, beta),
+                names={"response_format": "output_config.format", "stop": "stop_sequences"},
+            )
+
+        return await answer(server, http, body.model, prepare, _WAITING if body.stream else None)
 
     @routes.post("/v1/messages/count_tokens", **documented(CountTokensRequest))
     async def count_tokens(http: HttpRequest) -> JsonResponse:

@@ -51,12 +51,10 @@ def build_app(
     """
     settings = settings or ServerSettings()
     host = engine if isinstance(engine, ModelHost) else ModelHost.fixed(engine, settings, artifact)
-    metrics = Metrics(host.last.card.name, settings.metrics_compat)
-    metrics.engine = host
     server = Server(
         host=host,
         settings=settings,
-        metrics=metrics,
+        metrics=Metrics(host, settings.metrics_compat),
         log=RequestLog(settings.request_log),
         pulls=Pulls(),
         store=ResponseStore(settings.stored_responses, settings.response_ttl),

@@ -16,6 +16,7 @@ from ninfer_core.errors import EngineBusyError
 from ninfer_core.store import ModelEntry
 
 from . import host as hosting
+from . import page
 from .app import build_app
 from .errors import body_of, dialect_of, fault_of, status_of
 from .host import ModelHost, loaded
@@ -105,6 +106,10 @@ class Boot:
 
 
 async def _refuse_loading(scope: Scope, receive: Receive, send: Send) -> None:
+    page_answer = page.answer_for(scope)
+    if page_answer is not None:
+        await page_answer(scope, receive, send)
+        return
     if scope["path"] in OPEN_PATHS:
         await JsonResponse({"status": "loading"})(scope, receive, send)
         return

@@ -131,6 +131,16 @@ class Fairness:
         return len(self._active)
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that a request asks for: the name to answer with, its key, the name to load it by, its keep-alive."""
+
+    name: str
+    key: str
+    load_name: str
+    keep_alive: float | None = None
+
+
 @dataclass(slots=True)
 class Server:
     """One running server."""
@@ -169,24 +179,30 @@ class Server:
             EngineBusyError: too many wait for a switch, or it takes too long.
             ClientGoneError: the client left while waiting.
         """
-        seconds = None if keep_alive is None else parse_duration(keep_alive)
-        name, key, load_name = await self._target(asked)
-        record: RequestRecord = http.scope["state"]["record"]
-        record.model = name
-        lease = await self.host.acquire(key, load_name, seconds, lambda: wait_for_disconnect(http.receive))
-        record.load_seconds = lease.waited
-        http.scope["state"]["lease"] = lease
-        return name
+        target = await self.target(http, asked, keep_alive)
+        await self.lease(http, target)
+        return target.name
 
-    async def _target(self, asked: str | None) -> tuple[str, str, str]:
-        """The name to answer with, the key of the model, and the name to load it by."""
+    async def target(self, http: HttpRequest, asked: str | None, keep_alive: float | str | None = None) -> Target:
+        """The first half of `use`: which model is meant."""
+        seconds = None if keep_alive is None else parse_duration(keep_alive)
         known = self.known_name(asked)
         if known is not None:
-            return known, self.host.last.key, self.host.last.names[0]
-        entry = await self.find(asked or "")
-        if entry is None:
-            raise self.not_found(asked or "")
-        return asked or entry.name, str(entry.path), entry.name
+            target = Target(known, self.host.last.key, self.host.last.names[0], seconds)
+        else:
+            entry = await self.find(asked or "")
+            if entry is None:
+                raise self.not_found(asked or "")
+            target = Target(asked or entry.name, str(entry.path), entry.name, seconds)
+        http.scope["state"]["record"].model = target.name
+        return target
+
+    async def lease(self, http: HttpRequest, target: Target, *, watch: bool = True) -> None:
+        """The second half of `use`: wait until it is loaded. `watch` False: somebody else watches the client."""
+        gone = (lambda: wait_for_disconnect(http.receive)) if watch else None
+        lease = await self.host.acquire(target.key, target.load_name, target.keep_alive, gone)
+        http.scope["state"]["record"].load_seconds = lease.waited
+        http.scope["state"]["lease"] = lease
 
     def known_name(self, asked: str | None) -> str | None:
         """The name to answer with if the model that is loaded (or was last) is meant; reads no disk."""

@@ -143,8 +143,7 @@ class ModelHost:
         if self._free_for(key):
             self._grant()
             return Lease(self, 0.0, keep_alive)
-        if len(self._queue) >= self.settings.slots + self.settings.max_queue:
-            raise EngineBusyError(f"{len(self._queue)} requests wait for a model to be loaded, which is the limit")
+        self._check_room()
         waiter = _Waiter(key, name, asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         self._start_pump()
@@ -162,6 +161,21 @@ class ModelHost:
                 left.cancel()
                 await asyncio.gather(left, return_exceptions=True)
         return Lease(self, time.monotonic() - began, keep_alive)
+
+    def waits_for(self, key: str) -> bool:
+        """Whether `acquire` would have to wait.
+
+        Raises:
+            EngineBusyError: the queue is full.
+        """
+        if self._free_for(key):
+            return False
+        self._check_room()
+        return True
+
+    def _check_room(self) -> None:
+        if len(self._queue) >= self.settings.slots + self.settings.max_queue:
+            raise EngineBusyError(f"{len(self._queue)} requests wait for a model to be loaded, which is the limit")
 
     async def _wait(self, waiter: _Waiter, began: float, left: asyncio.Future[None] | None) -> None:
         limit, queue_limit = self.settings.load_timeout, self.settings.queue_timeout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -24,7 +25,7 @@ from ninfer_core.types import (
     Usage,
 )
 
-from .answer import documented, respond
+from .answer import Prepared, Waiting, answer, documented
 from .anthropic import input_object
 from .body import read_request
 from .card import rfc3339
@@ -138,7 +139,7 @@ class OllamaEncoder:
 
     def error(self, error: BaseException) -> bytes:
         """The error line."""
-        return ndjson(body_of(fault_of(error), "ollama", self.request_id))
+        return _error_line(error, self.request_id)
 
 
 def complete(shape: OllamaShape, completion: Completion, truncated: int) -> dict[str, Any]:
@@ -171,22 +172,32 @@ async def _empty(server: Server, http: HttpRequest, body: OllamaBase, chat: bool
 
 
 async def _answer(
-    server: Server, http: HttpRequest, body: OllamaBase, shape: OllamaShape, request: Request
+    server: Server, http: HttpRequest, body: OllamaBase, chat: bool, make: Callable[[], Request]
 ) -> Response:
-    def fit() -> tuple[Request, int]:
-        return bounded(request, body, server)
-
-    request, truncated = await asyncio.get_running_loop().run_in_executor(server.workers, fit)
     stream = body.stream is not False
     record = http.scope["state"]["record"]
-    return await respond(
-        server,
-        http,
-        [request],
-        encoder=OllamaEncoder(shape, record.request_id, truncated) if stream else None,
-        complete=lambda done: complete(shape, done[0], truncated),
-        names=_NAMES,
-    )
+    shape = OllamaShape(record, chat, bool(body.logprobs))
+
+    async def prepare(_: str) -> Prepared:
+        request = make()
+
+        def fit() -> tuple[Request, int]:
+            return bounded(request, body, server)
+
+        fitting, truncated = await asyncio.get_running_loop().run_in_executor(server.workers, fit)
+        return Prepared(
+            [fitting],
+            OllamaEncoder(shape, record.request_id, truncated) if stream else None,
+            lambda done: complete(shape, done[0], truncated),
+            names=_NAMES,
+        )
+
+    waiting = Waiting(NDJSON, lambda _: ndjson(shape.line()), _error_line) if stream else None
+    return await answer(server, http, body.model, prepare, waiting, body.keep_alive)
+
+
+def _error_line(error: BaseException, request_id: str) -> bytes:
+    return ndjson(body_of(fault_of(error), "ollama", request_id))
 
 
 def router(server: Server) -> APIRouter:
@@ -195,21 +206,18 @@ def router(server: Server) -> APIRouter:
     limit = server.settings.max_body_bytes
     model_routes(routes, server)
 
-    async def shape_of(http: HttpRequest, body: OllamaBase, chat: bool) -> OllamaShape:
-        record = http.scope["state"]["record"]
-        await server.use(http, body.model, body.keep_alive)
-        record.stream = body.stream is not False
-        return OllamaShape(record, chat, bool(body.logprobs))
-
     @routes.post("/api/chat", **documented(OllamaChatRequest))
     async def chat(http: HttpRequest) -> Response:
         """A chat turn, streamed unless `stream` is false."""
         body = await read_request(http, OllamaChatRequest, limit)
         if not body.messages:
             return await _empty(server, http, body, True)
-        shape = await shape_of(http, body, True)
-        request, http.scope["state"]["record"].dropped = chat_request(body, server)
-        return await _answer(server, http, body, shape, request)
+
+        def make() -> Request:
+            request, http.scope["state"]["record"].dropped = chat_request(body, server)
+            return request
+
+        return await _answer(server, http, body, True, make)
 
     @routes.post("/api/generate", **documented(OllamaGenerateRequest))
     async def generate(http: HttpRequest) -> Response:
@@ -217,7 +225,6 @@ def router(server: Server) -> APIRouter:
         body = await read_request(http, OllamaGenerateRequest, limit)
         if not body.prompt and not body.images:
             return await _empty(server, http, body, False)
-        shape = await shape_of(http, body, False)
-        return await _answer(server, http, body, shape, generate_request(body, server))
+        return await _answer(server, http, body, False, lambda: generate_request(body, server))
 
     return routes

@@ -81,7 +81,8 @@ def loaded_entry(server: Server) -> dict[str, Any]:
     """The loaded model in `/api/ps`, with what `ninfer ps` shows beside Ollama's own fields."""
     host, card, stats = server.host, server.card, server.host.stats()
     expires = host.expires if host.expires is not None else time.time() + _FOR_EVER
-    seconds, made = server.metrics.total("predicted_seconds"), server.metrics.total("generation_tokens")
+    series = server.metrics.current
+    seconds, made = series.total("predicted_seconds"), series.total("generation_tokens")
     return tag(card, card.name) | {
         "expires_at": rfc3339(expires),
         "size_vram": card.size,

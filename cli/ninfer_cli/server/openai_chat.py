@@ -29,7 +29,7 @@ from ninfer_core.types import (
     Usage,
 )
 
-from .answer import documented, respond
+from .answer import Prepared, Waiting, answer, documented
 from .body import read_request
 from .common import (
     call_id,
@@ -275,16 +275,18 @@ def router(server: Server) -> APIRouter:
         """Create a chat completion, streamed or whole."""
         body = await read_request(http, ChatRequest, server.settings.max_body_bytes)
         record = http.scope["state"]["record"]
-        body.model, record.stream = await server.use(http, body.model), bool(body.stream)
-        converted = [to_request(body, server, index) for index in range(body.n or 1)]
-        _, custom, record.dropped = converted[0]
-        return await respond(
-            server,
-            http,
-            [request for request, _, _ in converted],
-            encoder=ChatEncoder(body, server, custom, record.request_id) if body.stream else None,
-            complete=lambda completions: complete(body, server, custom, completions),
-            names={"response_format": constraint_name(body)},
-        )
+
+        async def prepare(model: str) -> Prepared:
+            body.model = model
+            converted = [to_request(body, server, index) for index in range(body.n or 1)]
+            _, custom, record.dropped = converted[0]
+            return Prepared(
+                [request for request, _, _ in converted],
+                ChatEncoder(body, server, custom, record.request_id) if body.stream else None,
+                lambda completions: complete(body, server, custom, completions),
+                names={"response_format": constraint_name(body)},
+            )
+
+        return await answer(server, http, body.model, prepare, Waiting() if body.stream else None)
 
     return routes

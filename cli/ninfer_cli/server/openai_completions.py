@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ninfer_core.errors import InvalidRequestError, UnsupportedError
 from ninfer_core.types import Completion, Event, Finish, ReasoningDelta, Request, TextDelta, TokenLogprob
 
-from .answer import documented, respond
+from .answer import Prepared, Waiting, answer, documented
 from .body import read_request
 from .common import constraint_name, format_of, guided_of, limit_of, new_id, sampling_of, stop_of
 from .context import Server
@@ -180,17 +180,19 @@ def router(server: Server) -> APIRouter:
         """Continue a text, streamed or whole."""
         body = await read_request(http, CompletionRequest, server.settings.max_body_bytes)
         record = http.scope["state"]["record"]
-        body.model, record.stream = await server.use(http, body.model), bool(body.stream)
-        requests = to_requests(body)
-        echoes = [server.text_of(request.prompt or "") if body.echo else "" for request in requests]
-        return await respond(
-            server,
-            http,
-            requests,
-            encoder=CompletionEncoder(body, server, echoes, record.request_id) if body.stream else None,
-            complete=lambda done: complete(body, server, echoes, done),
-            choices=body.n or 1,
-            names={"response_format": constraint_name(body)},
-        )
+
+        async def prepare(model: str) -> Prepared:
+            body.model = model
+            requests = to_requests(body)
+            echoes = [server.text_of(request.prompt or "") if body.echo else "" for request in requests]
+            return Prepared(
+                requests,
+                CompletionEncoder(body, server, echoes, record.request_id) if body.stream else None,
+                lambda done: complete(body, server, echoes, done),
+                choices=body.n or 1,
+                names={"response_format": constraint_name(body)},
+            )
+
+        return await answer(server, http, body.model, prepare, Waiting() if body.stream else None)
 
     return routes

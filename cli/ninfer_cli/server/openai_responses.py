@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from ninfer_core.types import Completion, Finish
 
-from .answer import documented, respond
+from .answer import Prepared, Waiting, answer, documented
 from .body import read_request
 from .context import Server
 from .errors import HttpError
 from .responses_input import input_items, to_request
-from .responses_output import ResponsesEncoder, ResponseShape, output_items
+from .responses_output import ResponsesEncoder, ResponseShape, failed_early, output_items
 from .schemas import ResponsesRequest
 from .wire import JsonResponse, sse
 
@@ -111,28 +111,31 @@ def router(server: Server) -> APIRouter:
         """Create a response, streamed or whole."""
         body = await read_request(http, ResponsesRequest, limit)
         record = http.scope["state"]["record"]
-        model, record.stream = await server.use(http, body.model), bool(body.stream)
         history = _history(server, body.previous_response_id)
-        request, toolset = to_request(body, server, history)
-        record.dropped = toolset.dropped
-        keep = bool(server.store.limit) and body.store is not False
-        shape = ResponseShape(body, model, toolset, keep)
-        items = [*history, *input_items(body.input)]
 
-        def complete(completions: list[Completion]) -> dict[str, Any]:
-            response = shape.finished(output_items(shape, completions[0]), completions[0])
-            if keep:
-                server.store.put(response, items)
-            return response
+        async def prepare(model: str) -> Prepared:
+            request, toolset = to_request(body, server, history)
+            record.dropped = toolset.dropped
+            keep = bool(server.store.limit) and body.store is not False
+            shape = ResponseShape(body, model, toolset, keep)
+            items = [*history, *input_items(body.input)]
 
-        encoder: ResponsesEncoder | None = None
-        if body.stream:
-            encoder = (
-                _StoringEncoder(shape, record.request_id, server.store, items)
-                if keep
-                else ResponsesEncoder(shape, record.request_id)
-            )
-        return await respond(server, http, [request], encoder=encoder, complete=complete, names=_NAMES)
+            def complete(completions: list[Completion]) -> dict[str, Any]:
+                response = shape.finished(output_items(shape, completions[0]), completions[0])
+                if keep:
+                    server.store.put(response, items)
+                return response
+
+            encoder: ResponsesEncoder | None = None
+            if body.stream:
+                encoder = (
+                    _StoringEncoder(shape, record.request_id, server.store, items)
+                    if keep
+                    else ResponsesEncoder(shape, record.request_id)
+                )
+            return Prepared([request], encoder, complete, names=_NAMES)
+
+        return await answer(server, http, body.model, prepare, Waiting(error=failed_early) if body.stream else None)
 
     @routes.post("/v1/responses/input_tokens", **documented(ResponsesRequest))
     async def input_tokens(http: HttpRequest) -> JsonResponse:

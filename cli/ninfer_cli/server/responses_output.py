@@ -308,7 +308,22 @@ class ResponsesEncoder:
 
     def error(self, error: BaseException) -> bytes:
         """The last event of a stream that failed."""
-        fault = body_of(fault_of(error), "openai", self.request_id)["error"]
-        code = fault["code"] if fault["code"] in _ERROR_CODES else "server_error"
-        self.final = self.shape.object("failed", self.output, error={"code": code, "message": fault["message"]})
+        self.final = self.shape.object("failed", self.output, error=_error_object(error, self.request_id))
         return self._event("response.failed", response=self.final)
+
+
+def _error_object(error: BaseException, request_id: str) -> dict[str, str]:
+    fault = body_of(fault_of(error), "openai", request_id)["error"]
+    return {"code": fault["code"] if fault["code"] in _ERROR_CODES else "server_error", "message": fault["message"]}
+
+
+def failed_early(error: BaseException, request_id: str) -> bytes:
+    """The only event of a stream whose model could not be loaded."""
+    response = {
+        "id": new_id("resp_"),
+        "object": "response",
+        "status": "failed",
+        "output": [],
+        "error": _error_object(error, request_id),
+    }
+    return sse({"type": "response.failed", "sequence_number": 0, "response": response}, "response.failed")

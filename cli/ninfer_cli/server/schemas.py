@@ -274,6 +274,7 @@ class OllamaCopyRequest(Schema):
 class TokenizeRequest(ThinkingFields):
     """`POST /tokenize`: raw `content` (or `prompt`), or `messages` through the template."""
 
+    model: str | None = None
     content: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -284,11 +285,13 @@ class TokenizeRequest(ThinkingFields):
 class DetokenizeRequest(Schema):
     """`POST /detokenize`."""
 
+    model: str | None = None
     tokens: list[Int]
 
 
 class ApplyTemplateRequest(ThinkingFields):
     """`POST /apply-template`."""
 
+    model: str | None = None
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[Object] | None = None

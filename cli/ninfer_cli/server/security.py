@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from . import page
 from .errors import HttpError
 from .settings import ServerSettings
 
-OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/ready", "/ping"})
+OPEN_PATHS = frozenset({"/", *page.FILES, "/health", "/v1/health", "/ready", "/ping"})
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 _APP_SCHEMES = frozenset({"app", "tauri", "vscode-webview", "vscode-file"})
 _ALLOWED_HEADERS = (

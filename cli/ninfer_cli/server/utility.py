@@ -13,6 +13,7 @@ from ninfer_core import __version__
 from ninfer_core.errors import InvalidRequestError
 from ninfer_core.types import Request
 
+from . import page
 from .answer import documented, readable
 from .body import read_request
 from .common import thinking_of
@@ -36,9 +37,14 @@ def _health(server: Server) -> JsonResponse:
 
 def _health_routes(routes: APIRouter, server: Server) -> None:
     @readable(routes, "/")
-    async def root() -> PlainTextResponse:
-        """What Ollama's clients look for."""
-        return PlainTextResponse("Ollama is running (served by ninfer)")
+    async def root(http: HttpRequest) -> Response:
+        """The chat page for browsers, for everyone else what Ollama's clients look for."""
+        return page.root(http.headers)
+
+    @readable(routes, *page.FILES)
+    async def page_file(http: HttpRequest) -> Response:
+        """A file of the chat page."""
+        return page.page_file(http.url.path)
 
     @readable(routes, "/health", "/v1/health")
     async def health() -> JsonResponse:
@@ -94,7 +100,7 @@ def _property_routes(routes: APIRouter, server: Server) -> None:
     @routes.get("/slots", **documented())
     async def slots() -> JsonResponse:
         """One entry per place; which request sits where is nobody's business."""
-        running = int(server.metrics.gauges()["running"])
+        running = int(server.metrics.gauges()["num_requests_running"])
         window = server.card.context_length
         entries = [{"id": i, "n_ctx": window, "is_processing": i < running} for i in range(server.settings.slots)]
         return JsonResponse(entries)
@@ -108,7 +114,7 @@ def _token_routes(routes: APIRouter, server: Server) -> None:
     async def tokenize(http: HttpRequest) -> JsonResponse:
         """Token ids of raw text, or of messages through the template."""
         body = await read_request(http, TokenizeRequest, limit)
-        await server.use(http, None)
+        await server.use(http, body.model)
 
         def work() -> list[int]:
             if body.messages:
@@ -131,7 +137,7 @@ def _token_routes(routes: APIRouter, server: Server) -> None:
     async def detokenize(http: HttpRequest) -> JsonResponse:
         """The text of token ids."""
         body = await read_request(http, DetokenizeRequest, limit)
-        await server.use(http, None)
+        await server.use(http, body.model)
         addressable = server.tokenizer.addressable
         for i, token in enumerate(body.tokens):
             if not 0 <= token < addressable:
@@ -145,7 +151,7 @@ def _token_routes(routes: APIRouter, server: Server) -> None:
     async def apply_template(http: HttpRequest) -> JsonResponse:
         """The prompt text of messages."""
         body = await read_request(http, ApplyTemplateRequest, limit)
-        await server.use(http, None)
+        await server.use(http, body.model)
         request = Request(
             messages=to_messages(body.messages, server.media), tools=to_tools(body.tools)[0], **thinking_of(body)
         )
