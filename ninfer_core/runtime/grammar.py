@@ -177,12 +177,14 @@ def _written(
     return writer.language(form, tools, tags, repeat), writer.notes
 
 
-_FUEL = 1_000_000
+_FUEL, _STEP_FUEL = 1_000_000, 200_000
 
 
 def _limits(more: int = 0) -> Any:
     """Bounds on the work of a compilation: about two seconds, in which other threads run."""
-    return llguidance.LLParserLimits(initial_lexer_fuel=_FUEL + more, max_grammar_size=200_000)
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=_FUEL + more, step_lexer_fuel=_STEP_FUEL + more, max_grammar_size=200_000
+    )
 
 
 @lru_cache(maxsize=256)
@@ -215,8 +217,8 @@ def _matcher(language: Language, vocabulary: Vocabulary, form: ResponseFormat | 
 def _begins(matcher: Any, vocabulary: Vocabulary) -> bool:
     """Whether any token can start a text of the grammar."""
     mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        reason = " ".join(matcher.get_error().split())[:200]
+    reason = " ".join(matcher.get_error().split())[:200]
+    if "too many" in reason or "fuel" in reason:
         raise SchemaError(f"the grammar is too complex to compile ({reason}); ask for less at once")
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=vocabulary.size)
     bits[vocabulary.eos] = 0

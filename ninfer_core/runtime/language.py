@@ -38,8 +38,11 @@ SCHEMAS = 400_000
 COUNTED = 4_000
 """Characters up to which the length of one raw argument is held to its bounds, and twice that for all of them."""
 
+EXACT = 100
+"""Bounds up to which such an argument may hold `<`: keeping marks apart while counting takes too many states."""
+
 FUEL = 5_000
-"""What the compiler may spend on each of them."""
+"""What the compiler may spend on each character that is counted."""
 
 _MOST = 10_000
 """Bytes of a value beyond which its size does not count."""
@@ -285,11 +288,12 @@ class Writer:
             texts = [text for text in texts if least <= len(text) <= (len(text) if most is None else most)]
             return [json.dumps(text + CLOSERS[0], ensure_ascii=False) for text in texts]
         bounds = self._bounds(leaf)
-        parts = [f"/(?s:.*)/ & {_NO_BEGINNINGS}" if bounds else _NO_TAGS]
+        parts = [_NO_TAGS]
+        if bounds:
+            short = max(int(leaf.get(key, 0)) for key in ("minLength", "maxLength")) <= EXACT
+            parts = [f"/(?s:.{{{bounds}}})/ & {_NO_BEGINNINGS}" if short else f"/[^<]{{{bounds}}}/"]
         parts += [f"/{search(pattern)}/" for pattern in constraints(leaf, "pattern")]
         parts += [f"/({_FORMATS[name]})/" for name in constraints(leaf, "format")]
-        if bounds:
-            parts.append(f"/(?s:.{{{bounds}}})/")
         return [self._terminal("", " & ".join(parts))]
 
     def _bounds(self, leaf: Mapping[str, Any]) -> str:
