@@ -55,7 +55,7 @@ def projection(matrix: KernelMatrix, residual: bool = False) -> Tile:
     units = matrix.groups
     if residual:
         count = warps(units // multiple, 8)
-        return Tile(2, steps(units, count, 8, multiple), count)
+        return Tile(2, steps(units, count, 16, multiple), count)
     count = warps(units, 4)
     tiles = 2 if matrix.rows % 32 == 0 else 1
     return Tile(tiles, steps(units, count, 8), count)
@@ -63,8 +63,8 @@ def projection(matrix: KernelMatrix, residual: bool = False) -> Tile:
 
 def router(matrix: KernelMatrix) -> Tile:
     """Tile of the shared expert's gate/up, which shares a launch with the router."""
-    count = warps(matrix.groups, 8)
-    return Tile(1, steps(matrix.groups, count, 8), count)
+    count = warps(matrix.groups, 4)
+    return Tile(1, steps(matrix.groups, count, 16), count)
 
 
 def experts(matrix: KernelMatrix) -> Tile:
@@ -78,9 +78,10 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def launch(tensor: torch.Tensor, warps: int) -> dict[str, Any]:
+def launch(tensor: torch.Tensor, warps: int, registers: int | None = None) -> dict[str, Any]:
     """Launch options for the device of `tensor`; the interpreter (CPU tensors) takes the plain-Triton branches.
 
+    `registers` bounds those of a thread, so that programs of the next launch find room beside these.
     Fusion of products and sums is off: where a kernel wants it, it says so, and a row's bits cannot depend on what the
     compiler found around it.
     """
@@ -90,4 +91,6 @@ def launch(tensor: torch.Tensor, warps: int) -> dict[str, Any]:
     options: dict[str, Any] = {"PTX": True, "PDL": dependent, "num_warps": warps, "enable_fp_fusion": False}
     if dependent:
         options["launch_pdl"] = True
+    if registers is not None:
+        options["maxnreg"] = registers
     return options

@@ -267,7 +267,7 @@ def precompile(jobs, workers):
 
 CHECKS = {
     "linear": lambda: check_linear(),
-    "moe": lambda: [check_moe(T) for T in (1, 4, 8, 16, 64)],
+    **{f"moe {T}": (lambda T=T: check_moe(T)) for T in (1, 4, 8, 16, 64)},
     "delta": lambda: check_delta(),
     "attention": lambda: check_attention(),
 }
