@@ -39,6 +39,8 @@ from ..state import FusedState
 from .flights import KEPT, Result, Start
 from .validation import SamplingParams
 
+MOST_GRAPHS = 64
+"""Graphs kept, of some megabytes each; one that was not used for longest goes first."""
 _IN_FLIGHT = 64
 """Rounds whose results have a place: more than are ever under way."""
 
@@ -137,6 +139,7 @@ class DeviceRounds:
             else None
         )
         self._pattern: Tensor | None = None
+        self._aside: torch.cuda.Stream | None = None
         self._buffers = _Buffers(device, self._pages)
         self._host = torch.zeros(_IN_FLIGHT, ROWS, RESULT_WIDTH, dtype=torch.int32, pin_memory=self._cuda)
         self._host_slots = torch.zeros(_IN_FLIGHT, ROWS, dtype=torch.int32, pin_memory=self._cuda)
@@ -226,16 +229,28 @@ class DeviceRounds:
 
     def _run(self, shape: tuple[int, int, int, int]) -> None:
         if not self._use_graphs or shape not in self._graphs:
-            self._graphs[shape] = None
             self._round(*shape)
-            return
-        graph = self._graphs[shape]
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            graph = None
+        else:
+            graph = self._graphs.pop(shape) or self._captured(shape)
+            graph.replay()
+        self._graphs[shape] = graph  # the last used are last
+        if len(self._graphs) > MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+
+    def _captured(self, shape: tuple[int, int, int, int]) -> torch.cuda.CUDAGraph:
+        """A round as a graph. Nothing is allocated in it and nothing runs: rounds under way need not be waited for."""
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._aside = self._aside or torch.cuda.Stream()
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
                 self._round(*shape)
-            self._graphs[shape] = graph
-        graph.replay()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._aside)
+        return graph
 
     def _round(self, batch: int, rows: int, drafts: int, splits: int) -> None:
         """All launches of one round."""
