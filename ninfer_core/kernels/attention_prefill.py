@@ -17,7 +17,7 @@ from . import _tiles_prefill as tiling
 from ._dequant import round_bytes
 
 PART = 1024
-"""Keys before a chunk are cut into parts of 8, 4, 2 and 1 times this."""
+"""Keys before a chunk are cut into parts of 32, 16, 8, 4, 2 and 1 times this."""
 
 
 @triton.jit
@@ -233,7 +233,7 @@ class AttentionWorkspace:
 def part_lengths(start: int) -> list[int]:
     """Lengths that the keys before a chunk, a multiple of `PART`, are cut into: of few values, so that plans repeat."""
     found = []
-    for length in (8 * PART, 4 * PART, 2 * PART, PART):
+    for length in (PART << n for n in range(5, -1, -1)):
         while start >= length:
             found.append(length)
             start -= length
@@ -281,8 +281,8 @@ def attention_chunk(
 ) -> None:
     """Gated attention of a chunk whose keys and values are in the pages and whose queries are in `work.q` (`append`).
 
-    On Hopper cards by the fused attention of cuDNN, over parts of the keys of few different lengths (each length costs
-    it a plan), joined here; elsewhere by one Triton kernel.
+    Whole chunks on Hopper cards by the fused attention of cuDNN, over parts of the keys, joined here: few shapes, as
+    each costs it a plan. Others by one Triton kernel.
 
     Args:
         projected, codes, scales, table, start: as `append`.
@@ -292,7 +292,7 @@ def attention_chunk(
     open_pages_kernel[(room // 64, 2 * kv_heads)](
         codes, scales, table, work.kv, start + rows, room, codes.shape[2], R=64, num_warps=8
     )
-    if tiling.fused_attention(projected) and start % PART == 0:
+    if tiling.fused_attention(projected) and start % PART == 0 and rows % (PART // 2) == 0:
         count, parts = 1 + len(part_lengths(start)), _fused_parts(work, start, rows)
     else:
         tile = tiling.flash_tile_of(tiling.family(projected))

@@ -297,7 +297,7 @@ def gated_delta_chunk(
         projected, ab, taps, a_log, dt_bias, state.conv, work.qkv, work.sums, work.beta, slot, start, rows,
         BV=triton.next_power_of_2(value_heads), RINGS=RING, num_warps=8, **heads,
     )  # fmt: skip
-    solve_kernel[(value_heads, chunks)](work.qkv, work.sums, work.beta, work.u, work.w, num_warps=8, **heads)
+    solve_kernel[(value_heads, chunks)](work.qkv, work.sums, work.beta, work.u, work.w, num_warps=4, **heads)
     block, warps, stages = tiling.scan_tile_of(tiling.family(projected))
     scan_kernel[(value_heads, 128 // block)](
         projected, work.qkv, work.sums, work.u, work.w, work.states, state.s, state.conv, slot, start, rows, chunks,
