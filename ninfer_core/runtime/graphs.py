@@ -2,7 +2,8 @@
 
 All that a round reads of a sequence and changes in it lies in the lane of its slot (`kernels.lanes_decode`), so the
 host can launch a round before it has read the one before. Rounds of the same shape (sequences, rows, drafts, context
-in powers of two) replay one graph; the first round of a shape runs without a graph, which also compiles its kernels.
+in powers of two) replay one graph; the first round of a number of rows and drafts runs without a graph, which
+compiles its kernels.
 Every batch size has graphs of its own, so no padding rows exist that could touch a state.
 
 To measure without requests: make `DeviceRounds`, `seat` its slots (any page contents), set `pattern` to force how many
@@ -128,7 +129,8 @@ class DeviceRounds:
         self._addressable = addressable
         device = decoder.device
         self._cuda = device.type == "cuda"
-        self._graphs: dict[tuple[int, int, int, int], torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[tuple[int, int, int, int], torch.cuda.CUDAGraph] = {}
+        self._warm: set[tuple[int, int, int, int]] = set()
         self._use_graphs = graphs and self._cuda
         self._pages = -(-pages // 16) * 16
         self.lanes = torch.zeros(slots, LANE_WIDTH, dtype=torch.int32, device=device)
@@ -155,6 +157,7 @@ class DeviceRounds:
     def pattern(self, counts: Tensor | None) -> None:
         self._pattern = counts
         self._graphs.clear()  # each holds where the counts are, or that there are none
+        self._warm.clear()
 
     def draws(self, params: SamplingParams) -> bool:
         """Whether the sampler here serves these: no penalties or bias, and greedy or a top-k of 1 to 64."""
@@ -228,12 +231,14 @@ class DeviceRounds:
         return LaunchedRound(self._current, rows, results, events)  # type: ignore[arg-type]
 
     def _run(self, shape: tuple[int, int, int, int]) -> None:
-        if not self._use_graphs or shape not in self._graphs:
+        batch, rows, drafts, _ = shape
+        kernels = (rows, drafts, -(-batch * rows // 8), -(-batch // 8))
+        if not self._use_graphs or kernels not in self._warm:
+            self._warm.add(kernels)
             self._round(*shape)
-            graph = None
-        else:
-            graph = self._graphs.pop(shape) or self._captured(shape)
-            graph.replay()
+            return
+        graph = self._graphs.pop(shape, None) or self._captured(shape)
+        graph.replay()
         self._graphs[shape] = graph  # the last used are last
         if len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
@@ -244,7 +249,7 @@ class DeviceRounds:
         self._aside = self._aside or torch.cuda.Stream()
         self._aside.wait_stream(current)
         with torch.cuda.stream(self._aside):
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(capture_error_mode="relaxed")  # a kernel may be loaded here
             try:
                 self._round(*shape)
             finally:
