@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -172,6 +173,17 @@ class PrefillWorkspace:
         return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
 
 
+class _Views:
+    """The buffers of the parts of a layer as views of a workspace, made once for a number of rows: they cost the host."""
+
+    def __init__(self, work: PrefillWorkspace) -> None:
+        memory, config = work.memory, work.config
+        self.gdn = lru_cache(4)(lambda rows: _GdnBuffers.take(memory, config, rows)[0])
+        self.attention = lru_cache(4)(lambda rows, tokens: _AttentionBuffers.take(memory, config, rows, tokens)[0])
+        self.moe = lru_cache(4)(lambda rows, tokens: _MoeBuffers.take(memory, config, rows, tokens)[0])
+        self.mlp = lru_cache(4)(lambda rows: _MlpBuffers.take(memory, config, rows)[0])
+
+
 def prefill_bytes(config: ModelConfig, rows: int, context: int) -> int:
     """Bytes that a `FusedPrefill` takes beside the weights, without allocating: workspace and routers."""
     routers = config.num_hidden_layers * router_rows(config.num_experts) * config.hidden_size * 2
@@ -204,6 +216,7 @@ class FusedPrefill:
         self.weights, self.config, self.eps = weights, config, config.rms_norm_eps
         self.device = weights.final_norm.device
         self.work = PrefillWorkspace(config, self.device, rows=rows, context=context)
+        self._views = _Views(self.work)
         self.routers = [self._router(layer.ffn) for layer in weights.layers]
 
     def _router(self, ffn: PackedMoe | PackedMlp) -> Tensor | None:
@@ -320,7 +333,7 @@ class FusedPrefill:
         u, out = work.u[:rows], work.out[:rows]
         if isinstance(mixer, PackedGdn):
             assert isinstance(store, DeltaState)
-            g = _GdnBuffers.take(work.memory, config, rows)[0]
+            g = self._views.gdn(rows)
             packed_product(u, mixer.proj, work.scratch, g.proj)
             product(u, mixer.side, g.ab)
             gated_delta_chunk(
@@ -330,7 +343,7 @@ class FusedPrefill:
             packed_product(g.mixed, mixer.output, work.scratch, out)
             return
         assert isinstance(store, KVLayer) and store.scales is not None
-        a = _AttentionBuffers.take(work.memory, config, rows, call.start + rows)[0]
+        a = self._views.attention(rows, call.start + rows)
         heads = config.num_attention_heads
         packed_product(u, mixer.proj, work.scratch, a.proj)
         attention.append(
@@ -348,7 +361,7 @@ class FusedPrefill:
         x, u, out = work.x[:rows], work.u[:rows], work.out[:rows]
         if isinstance(ffn, PackedMlp):
             add_norm(x, out, layer.post_norm, u, self.eps)
-            d = _MlpBuffers.take(work.memory, config, rows)[0]
+            d = self._views.mlp(rows)
             packed_product(u, ffn.gate_up, work.scratch, d.gate_up)
             swiglu(d.gate_up, d.inner, 32)
             packed_product(d.inner, ffn.down, work.scratch, d.out)
@@ -356,7 +369,7 @@ class FusedPrefill:
             return
         experts, active = config.num_experts, config.num_experts_per_tok
         up, down = expert_tiles(x, rows * active, experts)
-        m = _MoeBuffers.take(work.memory, config, rows, up.tokens)[0]
+        m = self._views.moe(rows, up.tokens)
         router = self.routers[index]
         assert router is not None
         add_norm(x, out, layer.post_norm, u, self.eps, slots=True)
