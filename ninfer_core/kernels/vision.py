@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+ROWS = 8192
+"""Patch rows that are turned at a time."""
+
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
     """Layer norm over the last axis.
@@ -46,7 +49,7 @@ def segment_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tupl
     rows = qkv.shape[0]
     q, k, v = qkv.view(rows, 3, heads, -1).unbind(1)
     q, k = _turn(q, cos, sin), _turn(k, cos, sin)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     first = 0
     for count, length in segments:
         own = slice(first, first + count * length)
@@ -58,8 +61,12 @@ def segment_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tupl
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    swapped = torch.cat(x.chunk(2, -1)[::-1], -1)
-    return (x * cos.unsqueeze(1) + swapped * sin.unsqueeze(1)).to(x.dtype)
+    """`x [P, heads, D]` turned in fp32, some rows at a time to keep what that takes small."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part, made, c, s in zip(*(t.split(ROWS) for t in (x, out, cos, sin)), strict=True):
+        swapped = torch.cat(part.chunk(2, -1)[::-1], -1)
+        made.copy_(part * c.unsqueeze(1) + swapped * s.unsqueeze(1))
+    return out
 
 
 def patch_rows(
@@ -115,9 +122,10 @@ def position_rows(table: Tensor, height: int, width: int, merge: int) -> Tensor:
         taps.append((low, (low + 1).clamp_(max=side - 1), place - low))
     (top, bottom, down), (left, right, across) = taps
     down, across = down.unsqueeze(1), across.unsqueeze(1)
-    upper = table[top * side + left] * ((1 - down) * (1 - across)) + table[top * side + right] * ((1 - down) * across)
-    lower = table[bottom * side + left] * (down * (1 - across)) + table[bottom * side + right] * (down * across)
-    return upper + lower
+    made = table[top * side + left].mul_((1 - down) * (1 - across))
+    made.addcmul_(table[top * side + right], (1 - down) * across)  # one tap at a time: large images have many rows
+    made.addcmul_(table[bottom * side + left], down * (1 - across))
+    return made.addcmul_(table[bottom * side + right], down * across)
 
 
 def patch_angles(height: int, width: int, merge: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

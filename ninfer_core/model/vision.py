@@ -84,9 +84,10 @@ def tower_workspace(c: VisionConfig, size: int, patches: int) -> int:
     `size`: bytes of the compute type.
     """
     inner = max(c.intermediate_size, c.hidden_size * c.spatial_merge_size**2)
-    row = c.hidden_size * (4 + 4 * size) + c.head_dim * 8 + c.out_hidden_size * size // c.spatial_merge_size**2
+    # the residual; query, key and value, two of them turned, and the attention's result twice; cosines and sines
+    row = c.hidden_size * (4 + 7 * size) + c.head_dim * 8 + c.out_hidden_size * size // c.spatial_merge_size**2
     # the frames, normalised and in patch order, are gone before the blocks begin
-    row = max(row, c.patch_dim * (6 + size) + c.hidden_size * 4)
+    row = max(row, c.patch_dim * (8 + 3 * size), c.patch_dim * size + c.hidden_size * 12)
     return patches * row + min(patches, TILE) * (2 * inner * size + 8 * c.hidden_size)
 
 
@@ -111,8 +112,11 @@ class Encoding:
         )
         weights = tower.weights
         x = _tiled(lambda rows: _linear(rows, weights.patch).float(), patches.to(device))
-        position = [position_rows(weights.position, h, c, merge).repeat(t, 1) for t, h, c in grids]
-        self._x: Tensor | None = x.add_(torch.cat(position))
+        self._x: Tensor | None = x
+        first = 0
+        for slices, height, width in grids:
+            own = x[first : (first := first + slices * height * width)]
+            own.view(slices, height * width, -1).add_(position_rows(weights.position, height, width, merge))
         self._features: Tensor | None = None
 
     @property
