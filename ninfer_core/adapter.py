@@ -6,7 +6,6 @@ the one engine of this process, or the one client per server.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import difflib
@@ -28,7 +27,6 @@ from .errors import (
     ModelNotFoundError,
     NinferError,
 )
-from .runtime.handle import RequestHandle
 from .runtime.interface import EngineInterface, model_profile
 from .runtime.options import EngineOptions
 from .runtime.registry import NamedEngine
@@ -36,7 +34,6 @@ from .types import (
     Event,
     Image,
     ReasoningDelta,
-    Request,
     TextDelta,
     Timings,
     TokenLogprob,
@@ -94,7 +91,7 @@ def share(engine: EngineInterface) -> str:
         for known, other in list(_SHARED.items()):
             if other is engine:
                 return known
-            if not getattr(other, "nonblocking", False) and other.state == "closed":
+            if not other.nonblocking and other.state == "closed":
                 del _SHARED[known]
         name = f"@{id(engine):x}"
         _SHARED[name] = engine
@@ -215,26 +212,6 @@ def concurrency(engine: EngineInterface) -> int:
 
 
 # --- running -----------------------------------------------------------------------------------------------------
-
-
-async def asubmit(engine: EngineInterface, request: Request) -> RequestHandle:
-    """`engine.submit` for coroutines: loading, templating and tokenising run in a thread.
-
-    Cancelling the task cancels a request that was being submitted.
-    """
-    if getattr(engine, "nonblocking", False):
-        return engine.submit(request)
-    work = asyncio.ensure_future(asyncio.to_thread(engine.submit, request))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        work.add_done_callback(_cancel_late)
-        raise
-
-
-def _cancel_late(work: asyncio.Future[RequestHandle]) -> None:
-    if not work.cancelled() and work.exception() is None:
-        work.result().cancel()
 
 
 def joined(events: Sequence[Event]) -> Iterator[Event]:

@@ -211,8 +211,9 @@ class Engine(ModelCard):
             name=self.model_id,
         )
         warm = (self.frontend.tokenizer, self.frontend.eos_ids)  # a large vocabulary takes seconds to prepare
-        threading.Thread(target=_warm_grammars, args=warm, name="ninfer-grammars", daemon=True).start()
-        self._finalizer = weakref.finalize(self, _stop, self._pid, self._loop, media, loaded)
+        warming = threading.Thread(target=_warm_grammars, args=warm, name="ninfer-grammars", daemon=True)
+        warming.start()
+        self._finalizer = weakref.finalize(self, _stop, self._pid, self._loop, media, loaded, warming)
 
     @classmethod
     def load(
@@ -316,11 +317,13 @@ class Engine(ModelCard):
             self._finalizer()
 
 
-def _stop(pid: int, loop: Any, media: Any, loaded: Any) -> None:
-    """What closing an engine ends: its thread, the processes that decode media, and its hold on a GPU's memory."""
+def _stop(pid: int, loop: Any, media: Any, loaded: Any, warming: threading.Thread) -> None:
+    """What closing an engine ends: its threads, the processes that decode media, and its hold on a GPU's memory."""
     loop.stop()
     if media is not None:
         media.close()
+    if os.getpid() == pid and warming is not threading.current_thread():
+        warming.join()  # the interpreter's shutdown would abort on a thread that is inside native code
     if os.getpid() == pid and not loop.alive:
         loaded.free()
 

@@ -21,7 +21,6 @@ from ninfer_core.adapter import (
     MediaPolicy,
     Target,
     answer_logprobs,
-    asubmit,
     check_engine_options,
     check_served,
     checked_fields,
@@ -255,7 +254,7 @@ class ChatNInfer(BaseChatModel):
     ) -> ChatResult:
         with translated():
             engine, request, name = self._prepare(messages, stop, kwargs)
-            async with await asubmit(engine, request) as handle:
+            async with await engine.asubmit(request) as handle:
                 completion = await handle.aresult()
                 return to_result(completion, _logprobs(request, handle), name, self._mode)
 
@@ -286,7 +285,7 @@ class ChatNInfer(BaseChatModel):
         with translated():
             engine, request, name = self._prepare(messages, stop, kwargs)
             maker = ChunkMaker(name, self._mode)
-            async with await asubmit(engine, request) as handle:
+            async with await engine.asubmit(request) as handle:
                 async for batch in handle.abatches():
                     for event in joined(batch):
                         chunk = maker.chunk(event)
@@ -321,7 +320,7 @@ class ChatNInfer(BaseChatModel):
         with translated():
             engine, request, name = self._prepare(messages, stop, kwargs)
             blocks = BlockEvents(_message_id(run_manager), name, self._mode)
-            async with await asubmit(engine, request) as handle:
+            async with await engine.asubmit(request) as handle:
                 yield blocks.start()
                 async for batch in handle.abatches():
                     for event in joined(batch):

@@ -5,6 +5,7 @@ Only `submit` differs between them; the conveniences here are written once on to
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -185,6 +186,9 @@ class EngineInterface(ABC):
     All methods are thread-safe. An engine is a context manager that closes itself.
     """
 
+    nonblocking = False
+    """Whether `submit` does no work that could hold up an event loop."""
+
     @property
     @abstractmethod
     def served_names(self) -> tuple[str, ...]:
@@ -239,9 +243,23 @@ class EngineInterface(ABC):
         with self.submit(make_request(messages, **options)) as handle:
             return handle.result()
 
+    async def asubmit(self, request: Request) -> RequestHandle:
+        """`submit` for coroutines: loading, templating, tokenising and compiling a grammar run in a thread.
+
+        Cancelling the task cancels a request that was being submitted.
+        """
+        if self.nonblocking:
+            return self.submit(request)
+        work = asyncio.ensure_future(asyncio.to_thread(self.submit, request))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(_cancel_late)
+            raise
+
     async def agenerate(self, messages: Prompt | None = None, **options: Unpack[RequestOptions]) -> Completion:
         """`generate` for coroutines; cancelling the task cancels the request."""
-        async with self.submit(make_request(messages, **options)) as handle:
+        async with await self.asubmit(make_request(messages, **options)) as handle:
             return await handle.aresult()
 
     def stream(self, messages: Prompt | None = None, **options: Unpack[RequestOptions]) -> Iterator[Event]:
@@ -249,11 +267,21 @@ class EngineInterface(ABC):
         return iter(self.submit(make_request(messages, **options)))
 
     def astream(self, messages: Prompt | None = None, **options: Unpack[RequestOptions]) -> AsyncIterator[Event]:
-        """`stream` for coroutines: `async for event in engine.astream(...)`."""
-        return aiter(self.submit(make_request(messages, **options)))
+        """`stream` for coroutines: `async for event in engine.astream(...)`; submits when the iteration begins."""
+        return self._asubmitted(make_request(messages, **options))
+
+    async def _asubmitted(self, request: Request) -> AsyncIterator[Event]:
+        async with await self.asubmit(request) as handle:
+            async for event in handle:
+                yield event
 
     def __enter__(self) -> EngineInterface:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _cancel_late(work: asyncio.Future[RequestHandle]) -> None:
+    if not work.cancelled() and work.exception() is None:
+        work.result().cancel()

@@ -270,3 +270,32 @@ def test_one_request_is_read_by_several_iterators_and_loops():
         return [event async for event in handle]
 
     assert list(handle) == list(handle) == asyncio.run(read()) == asyncio.run(read())
+
+
+async def test_submitting_does_not_hold_up_the_event_loop():
+    class Slow(ScriptedEngine):
+        def submit(self, request):
+            time.sleep(0.4)
+            return super().submit(request)
+
+    engine, gaps, done = Slow("Hi."), [], asyncio.Event()
+
+    async def watch():
+        while not done.is_set():
+            began = time.monotonic()
+            await asyncio.sleep(0.005)
+            gaps.append(time.monotonic() - began)
+
+    watching = asyncio.create_task(watch())
+    assert (await engine.agenerate("x", thinking=False)).text == "Hi."
+    assert [event async for event in engine.astream("x", thinking=False)][-1].reason == "stop"
+    task = asyncio.create_task(engine.agenerate("x"))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.5)
+    done.set()
+    await watching
+    assert max(gaps) < 0.35, "the loop ran on"
+    assert engine.handles[-1].cancelled or engine.handles[-1].done

@@ -37,7 +37,6 @@ from ninfer_core.adapter import (
     MediaPolicy,
     Target,
     answer_logprobs,
-    asubmit,
     check_engine_options,
     check_served,
     checked_fields,
@@ -227,7 +226,7 @@ class NInfer(FunctionCallingLLM):
         self, messages: Sequence[ChatMessage], prompt: str | None, options: Mapping[str, Any]
     ) -> ChatResponse:
         engine, request, name = self._prepare(messages, prompt, options)
-        async with await asubmit(engine, request) as handle:
+        async with await engine.asubmit(request) as handle:
             completion = await handle.aresult()
             logprobs = None if request.logprobs is None else answer_logprobs(list(handle))
             return chat_response(completion, logprobs, name, self._mode)
@@ -247,7 +246,7 @@ class NInfer(FunctionCallingLLM):
     ) -> AsyncGenerator[ChatResponse, None]:
         engine, request, name = self._prepare(messages, prompt, options)
         maker = ResponseMaker(name, self._mode)
-        async with await asubmit(engine, request) as handle:
+        async with await engine.asubmit(request) as handle:
             async for batch in handle.abatches():
                 for event in joined(batch):
                     yield maker.feed(event)
