@@ -174,7 +174,7 @@ class PrefillWorkspace:
 
 
 class _Views:
-    """The buffers of the parts of a layer as views of a workspace, made once for a number of rows: they cost the host."""
+    """Buffers of the parts of a layer as views of a workspace, made once for a number of rows: they cost the host."""
 
     def __init__(self, work: PrefillWorkspace) -> None:
         memory, config = work.memory, work.config
