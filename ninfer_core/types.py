@@ -176,7 +176,8 @@ class Usage:
     """Token counts of one request. `cached_tokens` <= `prompt_tokens`; `reasoning_tokens` <= `completion_tokens`.
 
     `drafted_tokens` were proposed by the draft head, `accepted_tokens` of them were emitted;
-    `accepted_by_position[i]` counts rounds in which draft i (0-based) was accepted.
+    `accepted_by_position[i]` counts rounds in which draft i (0-based) was accepted. `media_tokens` of the prompt stand
+    for images and videos.
     """
 
     prompt_tokens: int = 0
@@ -187,6 +188,7 @@ class Usage:
     accepted_tokens: int = 0
     rounds: int = 0
     accepted_by_position: tuple[int, ...] = ()
+    media_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -191,6 +191,8 @@ class ChatReader:
         self._started = started
         self._first = 0.0
         self._reason: FinishReason = "stop"
+        self._stop: str | None = None
+        self._seed = request.sampling.seed
         self._usage = Usage()
         self._timings: Mapping[str, Any] = {}
         self._call: tuple[int, str, str] | None = None
@@ -236,9 +238,15 @@ class ChatReader:
             events.append(TextDelta(delta.get("content") or "", logprobs))
         for part in delta.get("tool_calls") or ():
             events += self._call_part(part)
+        self._end(choice)
+        return events
+
+    def _end(self, choice: Mapping[str, Any]) -> None:
         if choice.get("finish_reason"):
             self._reason = _REASONS.get(choice["finish_reason"], "stop")
-        return events
+            stop, seed = choice.get("stop_reason"), choice.get("seed")
+            self._stop = stop if isinstance(stop, str) else None
+            self._seed = seed if isinstance(seed, int) else self._seed
 
     def _call_part(self, part: Mapping[str, Any]) -> list[Event]:
         index, function = int(part.get("index", 0)), part.get("function") or {}
@@ -271,29 +279,29 @@ class ChatReader:
             decode=float(self._timings.get("predicted_ms", 0.0)) / 1e3,
             first_token=self._first,
         )
-        return Finish(self._reason, self._usage, timings, seed=self._request.sampling.seed)
+        return Finish(self._reason, self._usage, timings, self._stop, self._seed)
 
 
 class TextReader(ChatReader):
     """Lines of a raw completion's stream to events."""
 
     def _choice(self, choice: Mapping[str, Any]) -> list[Event]:
-        if choice.get("finish_reason"):
-            self._reason = _REASONS.get(choice["finish_reason"], "stop")
+        self._end(choice)
         text, found = choice.get("text") or "", choice.get("logprobs") or {}
         logprobs = []
-        for token, value, top in zip(
-            found.get("tokens") or (), found.get("token_logprobs") or (), found.get("top_logprobs") or (), strict=False
-        ):
+        tokens = found.get("tokens") or ()
+        columns = (found.get("token_logprobs") or (), found.get("top_logprobs") or ())
+        ids = found.get("token_ids") or [-1] * len(tokens)
+        for token, value, top, number in zip(tokens, *columns, ids, strict=False):
             others = tuple(TokenLogprob(-1, t, v, t.encode()) for t, v in (top or {}).items())
-            logprobs.append(TokenLogprob(-1, token, value, token.encode(), others))
+            logprobs.append(TokenLogprob(number, token, value, token.encode(), others))
         return [TextDelta(text, tuple(logprobs))] if text or logprobs else []
 
 
 def _logprob(item: Mapping[str, Any]) -> TokenLogprob:
-    """An entry of the wire, which names tokens by text: its id is -1."""
+    """An entry of the wire. A server of another kind names tokens by text alone: the id is -1 then."""
     top = tuple(_logprob(other) for other in item.get("top_logprobs") or ())
-    return TokenLogprob(-1, item["token"], item["logprob"], bytes(item.get("bytes") or ()), top)
+    return TokenLogprob(int(item.get("id", -1)), item["token"], item["logprob"], bytes(item.get("bytes") or ()), top)
 
 
 def _usage_of(usage: Mapping[str, Any]) -> Usage:
@@ -306,6 +314,7 @@ def _usage_of(usage: Mapping[str, Any]) -> Usage:
         reasoning_tokens=int(made.get("reasoning_tokens") or 0),
         drafted_tokens=accepted + int(made.get("rejected_prediction_tokens") or 0),
         accepted_tokens=accepted,
+        media_tokens=int(prompt.get("image_tokens") or 0),
     )
 
 

@@ -247,6 +247,7 @@ class Session:
             accepted_tokens=self._accepted,
             rounds=self._rounds,
             accepted_by_position=tuple(self._by_position),
+            media_tokens=sum(stop - start for item in self.prompt.media for start, stop in item.spans),
         )
 
     @property

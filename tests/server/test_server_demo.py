@@ -130,7 +130,7 @@ def test_constraints_are_enforced_or_refused_and_never_ignored(demo: tuple[str, 
         answer = json.loads(post(**fields).json()["choices"][0]["message"]["content"])
         assert list(answer) == ["city"] and isinstance(answer["city"], str)
     assert post(guided_choice=["left", "right"]).json()["choices"][0]["message"]["content"] in ("left", "right")
-    unenforceable = {**schema, "not": {"required": ["x"]}}
+    unenforceable = {**schema, "not": {"patternProperties": {"^x": {"type": "string"}}}}
     refused = post(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": unenforceable}})
     assert refused.status_code == 400 and "'not'" in refused.json()["error"]["message"]
     function = {"name": "weather", "strict": True, "parameters": schema}
@@ -139,3 +139,43 @@ def test_constraints_are_enforced_or_refused_and_never_ignored(demo: tuple[str, 
     call = choice["message"]["tool_calls"][0]["function"]
     assert choice["finish_reason"] == "tool_calls" and call["name"] == "weather"
     assert list(json.loads(call["arguments"])) == ["city"]
+
+
+def test_a_gap_is_filled_between_prompt_and_suffix(demo: tuple[str, Engine]) -> None:
+    url, engine = demo
+    marks = [engine.tokenizer.special[f"<|fim_{name}|>"] for name in ("prefix", "suffix", "middle")]
+    before, after = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))<|fim_middle|>"
+    expected = 3 + len(engine.tokenizer.encode(before)) + len(engine.tokenizer.encode(after, allow_special=False))
+    body = {"prompt": before, "suffix": after, "max_tokens": 4, "temperature": 0, "echo": True}
+    answer = httpx.post(url + "/v1/completions", json=body, timeout=60).json()
+    assert answer["usage"]["prompt_tokens"] == expected and answer["choices"][0]["text"].startswith(before)
+    ids = engine.tokenizer.encode(before)
+    same = httpx.post(url + "/v1/completions", json={**body, "prompt": ids}, timeout=60).json()
+    assert same["choices"][0]["text"] == answer["choices"][0]["text"]
+    options = {"temperature": 0, "num_predict": 4}
+    line = {"model": "demo", "prompt": before, "suffix": after, "stream": False, "options": options}
+    filled = httpx.post(url + "/api/generate", json=line, timeout=60).json()
+    assert filled["prompt_eval_count"] == expected and filled["response"] == answer["choices"][0]["text"][len(before) :]
+    shown = httpx.post(url + "/api/show", json={"model": "demo"}, timeout=60).json()
+    assert "insert" in shown["capabilities"] and len(set(marks)) == 3
+
+
+def test_gauges_of_the_prefix_cache(demo: tuple[str, Engine]) -> None:
+    url, engine = demo
+    body = {"messages": [{"role": "user", "content": "Count. " * 60}], "max_tokens": 2, "temperature": 0}
+    cached = [
+        httpx.post(url + "/v1/chat/completions", json=body, timeout=60).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+        for _ in range(2)
+    ]
+    found = {}
+    for line in httpx.get(url + "/metrics").text.splitlines():
+        if line.startswith("ninfer:"):
+            name, _, value = line.partition(" ")
+            found[name.partition("{")[0]] = float(value)
+    stats = engine.stats()
+    assert cached[1] > 0 and found["ninfer:prefix_cache_hits_total"] >= cached[1]
+    assert found["ninfer:prefix_cache_checkpoints"] == stats["checkpoints"] > 0
+    assert found["ninfer:kv_pages"] == stats["pages_total"] and found["ninfer:kv_pages_cached"] > 0
+    assert found["ninfer:kv_pages_in_use"] == 0 and found["ninfer:prefix_cache_lookup_hits"] >= 1

@@ -66,6 +66,7 @@ def test_openai(demo: tuple[str, Engine]) -> None:
         model="demo", messages=messages, max_tokens=40, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
     )
     assert made.choices[0].message.content == "The image is plain red." and made.usage and made.usage.prompt_tokens > 30
+    assert made.usage.prompt_tokens_details.image_tokens == 16, "128 x 128 points are 16 tokens"  # type: ignore[union-attr]
     given: Any = [{"type": "input_image", "image_url": url_of("blue")}, {"type": "input_text", "text": ASK}]
     response = client.responses.create(model="demo", input=[{"role": "user", "content": given}], max_output_tokens=80)
     assert "blue" in response.output_text

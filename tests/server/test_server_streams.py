@@ -54,7 +54,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _ID = re.compile(r"\b(chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|call_|toolu_|req_)([0-9a-f]{24})\b")
 _TIMES = re.compile(
-    r'"(created|created_at|completed_at|total_duration|prompt_eval_duration|eval_duration)":("[^"]*"|\d+)'
+    r'"(seed|created|created_at|completed_at|total_duration|prompt_eval_duration|eval_duration)":("[^"]*"|\d+)'
 )
 
 

@@ -175,6 +175,7 @@ _STATUSES = {
     405: "Wrong method.",
     413: "The body is too large.",
     415: "Unknown content encoding.",
+    429: "This client has too many requests in flight; see Retry-After.",
     500: "A fault of the server.",
     503: "The queue is full or the model is loading; see Retry-After.",
     529: "The same on Anthropic's paths.",

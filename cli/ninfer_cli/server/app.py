@@ -59,7 +59,7 @@ def build_app(
         pulls=Pulls(),
         store=ResponseStore(settings.stored_responses, settings.response_ttl),
         media=MediaReader(settings),
-        fairness=Fairness(settings.slots + settings.max_queue),
+        fairness=Fairness(settings.slots + settings.max_queue, settings.max_per_client),
     )
 
     @asynccontextmanager

@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -261,9 +261,20 @@ async def read_request(request: Request, model: type[Model], limit: int) -> Mode
     """Body, JSON and schema in one step; large bodies are parsed in a thread to keep the event loop free."""
     body = await read_body(request, limit)
 
-    def parse() -> Model:
-        return validate(model, parse_json(body))
+    def parse() -> tuple[Model, list[str]]:
+        value = parse_json(body)
+        return validate(model, value), unknown_fields(model, value)
 
-    if len(body) > 1 << 18:
-        return await asyncio.to_thread(parse)
-    return parse()
+    parsed, unknown = await asyncio.to_thread(parse) if len(body) > 1 << 18 else parse()
+    request.scope["state"]["record"].ignored = unknown
+    return parsed
+
+
+def unknown_fields(model: type[BaseModel], value: dict[str, Any]) -> list[str]:
+    """What a request says that is ignored, for the log: fields of the body and of its `options`."""
+    found = [name[:60] for name in value if name not in model.model_fields]
+    options, field = value.get("options"), model.model_fields.get("options")
+    if isinstance(options, dict) and field is not None:
+        known = next(kind for kind in get_args(field.annotation) if issubclass(kind, BaseModel)).model_fields
+        found += [f"options.{name[:60]}" for name in options if name not in known]
+    return sorted(found)[:32]

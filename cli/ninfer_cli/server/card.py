@@ -12,6 +12,8 @@ from typing import Any
 from ninfer_core import __version__
 from ninfer_core.errors import ArtifactError
 
+from .gap import fills_gaps
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
@@ -32,6 +34,7 @@ class ModelCard:
     quantization: str
     licence: str
     template: str
+    infill: bool = False
 
     @classmethod
     def of(cls, engine: Any, path: Path | None = None, name: str = "") -> ModelCard:
@@ -64,6 +67,7 @@ class ModelCard:
             quantization="mixed Q4-W8",
             licence=known.licence if known else "",
             template=str(engine.frontend.template.source),
+            infill=fills_gaps(engine.frontend.tokenizer),
         )
 
     @property
@@ -76,6 +80,7 @@ class ModelCard:
     def capabilities(self) -> list[str]:
         """Ollama's words for what the model can do."""
         flags = {"completion": True, "tools": self.tools, "thinking": self.thinking, "vision": self.vision}
+        flags["insert"] = self.infill
         return [name for name, present in flags.items() if present]
 
     @property

@@ -61,10 +61,27 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(min=0, envvar="NINFER_MAX_QUEUE", help="Requests that may wait; more are refused with 503.")
     ] = 64,
+    max_per_client: Annotated[
+        int | None, typer.Option(min=1, help="Requests that one key (or address) may have at once; more get a 429.")
+    ] = None,
     draft_tokens: Annotated[int | None, typer.Option(min=0, max=5, help="Tokens to draft per round.")] = None,
     kv_cache: Annotated[
         str | None, typer.Option(envvar="NINFER_KV_CACHE_TYPE", help="int8, bf16 or fp32. [default: int8]")
     ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option("--prefix-cache/--no-prefix-cache", help="Keep what was read for prompts that begin alike."),
+    ] = True,
+    prefix_cache_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Room for that beside running requests, tokens. [default: one context]"),
+    ] = None,
+    checkpoints: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="States kept for that. [default: as memory allows]")
+    ] = None,
+    cache_answers: Annotated[
+        bool, typer.Option("--cache-answers/--no-cache-answers", help="Keep what was written, too.")
+    ] = True,
     vision: Annotated[
         bool, typer.Option("--vision", envvar="NINFER_VISION", help="Load the vision tower and take images and videos.")
     ] = False,
@@ -124,6 +141,7 @@ def serve(
         queue_timeout=queue_timeout,
         slots=parallel,
         max_queue=max_queue,
+        max_per_client=max_per_client,
         shutdown_grace=shutdown_grace,
         unload_after=parse_duration(unload_after, "NINFER_KEEP_ALIVE"),
         load_timeout=parse_duration(load_timeout, "NINFER_LOAD_TIMEOUT"),
@@ -139,6 +157,9 @@ def serve(
         "context_length": context_length,
         "draft_tokens": draft_tokens,
         "kv_cache": kv_cache,
+        "prefix_cache": _prefix_cache(prefix_cache, prefix_cache_tokens, checkpoints),
+        "checkpoints": checkpoints,
+        "cache_answers": None if cache_answers else False,
         "vision": vision or None,
         "device": device,
         "threads": threads,
@@ -173,6 +194,16 @@ class InstalledModels:
         from ninfer_core.engine import EngineOptions, ModelCard
 
         return ModelCard(EngineOptions(model=path, **self._fields))
+
+
+def _prefix_cache(on: bool, tokens: int | None, checkpoints: int | None) -> bool | int | None:
+    """The engine's option; None is its default."""
+    if on:
+        return tokens
+    if tokens is not None or checkpoints is not None:
+        given = "--prefix-cache-tokens" if tokens is not None else "--checkpoints"
+        raise InvalidRequestError(f"{given} needs the prefix cache, which --no-prefix-cache turns off", param=given)
+    return False
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -238,7 +269,7 @@ def run(settings: ServerSettings, address: Address, model: str, models: Models) 
         boot.close()
         for item in sockets:
             item.close()
-    if any(thread.name in ("ninfer-load", "ninfer-grammars") for thread in threading.enumerate()):
+    if loading.is_alive():
         # Stopped while loading: the interpreter's own shutdown would abort on a thread inside native code.
         sys.stderr.flush()
         os._exit(exits.OK)

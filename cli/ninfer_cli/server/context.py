@@ -17,7 +17,7 @@ from ninfer_core.errors import EngineBusyError, ModelNotFoundError, NinferError
 from ninfer_core.types import Usage
 
 from .durations import parse_duration
-from .errors import Fault, fault_of
+from .errors import Fault, HttpError, fault_of
 from .host import ModelHost, lookup
 from .settings import ServerSettings
 from .wire import wait_for_disconnect
@@ -57,6 +57,7 @@ class RequestRecord:
     outcome: str | None = None
     error: Fault | None = None
     dropped: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     load_seconds: float = 0.0
 
     def token_seen(self, metrics: Metrics) -> None:
@@ -95,8 +96,8 @@ class Fairness:
     served first in, first out.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, per_client: int | None = None) -> None:
+        self.limit, self.per_client = limit, per_client
         self._lock = threading.Lock()
         self._active: list[Ticket] = []
 
@@ -105,8 +106,15 @@ class Fairness:
 
         Raises:
             EngineBusyError: `limit` requests are already in flight.
+            HttpError: 429, the client has as many as one client may have.
         """
         with self._lock:
+            own_requests = sum(ticket.client == client for ticket in self._active)
+            if self.per_client is not None and own_requests >= self.per_client:
+                raise HttpError(
+                    429, f"{own_requests} of your requests are running or waiting, which is the limit for one client",
+                    code="rate_limit_exceeded", headers={"Retry-After": "1", "retry-after-ms": "1000"},
+                )  # fmt: skip
             if len(self._active) >= self.limit:
                 raise EngineBusyError(
                     f"{len(self._active)} requests are running or waiting, the limit is {self.limit}", retry_after=1.0

@@ -145,6 +145,7 @@ def merged_usage(finished: Iterable[Finish | Completion], choices: int | None = 
         drafted_tokens=sum(usage.drafted_tokens for usage in items),
         accepted_tokens=sum(usage.accepted_tokens for usage in items),
         rounds=sum(usage.rounds for usage in items),
+        media_tokens=sum(usage.media_tokens for usage in prompts),
     )
 
 

@@ -69,7 +69,8 @@ def logprob_entries(logprobs: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
     """Token log-probabilities."""
 
     def plain(item: TokenLogprob) -> dict[str, Any]:
-        return {"token": item.token, "logprob": max(item.logprob, -9999.0), "bytes": list(item.bytes)}
+        found = {"token": item.token, "logprob": max(item.logprob, -9999.0), "bytes": list(item.bytes)}
+        return {**found, "id": item.token_id}
 
     return [{**plain(item), "top_logprobs": [plain(other) for other in item.top]} for item in logprobs]
 
@@ -223,7 +224,7 @@ def router(server: Server) -> APIRouter:
     async def generate(http: HttpRequest) -> Response:
         """A generation from one prompt, streamed unless `stream` is false."""
         body = await read_request(http, OllamaGenerateRequest, limit)
-        if not body.prompt and not body.images:
+        if not body.prompt and not body.images and not body.suffix:
             return await _empty(server, http, body, False)
         return await _answer(server, http, body, False, lambda: generate_request(body, server))
 

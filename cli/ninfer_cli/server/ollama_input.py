@@ -11,6 +11,7 @@ from ninfer_core.types import Image, Message, Part, Request, ResponseFormat, Sam
 
 from .common import apply_budget, arguments_of, effort_budget, stop_of
 from .context import Server
+from .gap import gap_ends, gap_prompt
 from .media import decode_base64
 from .openai_messages import to_tools
 from .schemas import OllamaBase, OllamaChatRequest, OllamaGenerateRequest, OllamaMessage, OllamaOptions
@@ -29,16 +30,22 @@ def generate_request(body: OllamaGenerateRequest, server: Server) -> Request:
     """The neutral request of a generation: a chat of one turn, or the raw prompt."""
     if body.template:
         raise UnsupportedError("template cannot be replaced: the model's own template is used", param="template")
-    if body.suffix:
-        raise UnsupportedError("suffix is not supported: these models are not trained to fill a gap", param="suffix")
     if body.context:
         raise UnsupportedError(
             "context is not supported: send the conversation to /api/chat, which reuses its prefix", param="context"
         )
     options = _common(body)
-    if body.raw:
+    if body.raw or body.suffix:
         for name in ("thinking", "thinking_budget"):
             options.pop(name, None)
+        for name in ("system", "images"):
+            if getattr(body, name):
+                mode = "suffix" if body.suffix else "raw"
+                raise UnsupportedError(f"{name} cannot be combined with {mode}: that prompt has no turns", param=name)
+    if body.suffix:
+        prompt = gap_prompt(server.tokenizer, body.prompt or "", body.suffix)
+        return Request(prompt=prompt, stop_token_ids=gap_ends(server.tokenizer), **options)
+    if body.raw:
         return Request(prompt=body.prompt or "", **options)
     messages = [Message("system", body.system)] if body.system else []
     messages.append(Message("user", _with_images(body.prompt or "", body.images, "images")))

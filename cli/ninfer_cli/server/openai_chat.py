@@ -102,13 +102,19 @@ def finish_reason(reason: str) -> str:
     return reason if reason in ("stop", "length", "tool_calls") else "stop"
 
 
+def end_fields(end: Finish | Completion) -> dict[str, Any]:
+    """What a choice says beyond this API's own fields: the seed it was drawn with, the stop string that ended it."""
+    return {"seed": end.seed} | ({"stop_reason": end.stop_sequence} if end.stop_sequence is not None else {})
+
+
 def usage_of(usage: Usage) -> dict[str, Any]:
     """`usage` of chat and completions."""
+    media = {"image_tokens": usage.media_tokens} if usage.media_tokens else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **media},
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
             "accepted_prediction_tokens": usage.accepted_tokens,
@@ -140,7 +146,8 @@ def logprob_entries(logprobs: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
 
 
 def _logprob(item: TokenLogprob) -> dict[str, Any]:
-    return {"token": item.token, "logprob": max(item.logprob, -9999.0), "bytes": list(item.bytes)}
+    plain = {"token": item.token, "logprob": max(item.logprob, -9999.0), "bytes": list(item.bytes)}
+    return {**plain, "id": item.token_id}
 
 
 def tool_call_object(call: ToolCall, custom: frozenset[str]) -> dict[str, Any]:
@@ -190,8 +197,10 @@ class ChatEncoder:
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._tail = (b'],"usage":null}' if self.include_usage else b"]}") + b"\n\n"
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, end: Finish | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        if end is not None:
+            choice |= {"finish_reason": finish_reason(end.reason), **end_fields(end)}
         return self._head + dumps(choice) + self._tail
 
     def start(self) -> bytes:
@@ -223,7 +232,7 @@ class ChatEncoder:
                 return b""
             call = {"index": event.index, **tool_call_object(event.call, self.custom)}
             return self._chunk(index, {"tool_calls": [call]})
-        return self._chunk(index, {}, None, finish_reason(event.reason))
+        return self._chunk(index, {}, None, event)
 
     def end(self, finishes: dict[int, Finish]) -> bytes:
         """The usage chunk if asked for, then the end mark."""
@@ -252,7 +261,8 @@ def complete(
             message["tool_calls"] = [tool_call_object(call, custom) for call in item.message.tool_calls]
         logprobs = {"content": logprob_entries(item.logprobs), "refusal": None} if body.logprobs else None
         reason = finish_reason(item.finish_reason)
-        choices.append({"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs})
+        choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
+        choices.append(choice | end_fields(item))
     usage = merged_usage(completions)
     return {
         "id": new_id("chatcmpl-"),

@@ -18,8 +18,9 @@ from .body import read_request
 from .common import constraint_name, format_of, guided_of, limit_of, new_id, sampling_of, stop_of
 from .context import Server
 from .errors import body_of, fault_of
+from .gap import gap_ends, gap_prompt
 from .generation import in_order, merged_usage
-from .openai_chat import timings_of, usage_of
+from .openai_chat import end_fields, timings_of, usage_of
 from .schemas import CompletionRequest
 from .wire import SSE, SSE_COMMENT, SSE_DONE, dumps, sse
 
@@ -43,10 +44,11 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     return [item if isinstance(item, str) else tuple(item) for item in prompt]  # type: ignore[arg-type]
 
 
-def to_requests(body: CompletionRequest) -> list[Request]:
+def to_requests(body: CompletionRequest, tokenizer: Any) -> list[Request]:
     """The requests of all choices, those of one prompt next to each other."""
+    prompts = prompts_of(body)
     if body.suffix:
-        raise UnsupportedError("suffix is not supported: these models are not trained to fill a gap", param="suffix")
+        prompts = [gap_prompt(tokenizer, prompt, body.suffix) for prompt in prompts]
     choices = body.n or 1
     if body.best_of is not None and body.best_of != choices:
         raise UnsupportedError(f"best_of must equal n ({choices}); every choice is returned", param="best_of")
@@ -59,11 +61,11 @@ def to_requests(body: CompletionRequest) -> list[Request]:
             sampling=sampling_of(body, index),
             max_tokens=limit,
             stop=stop_of(body.stop),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
+            stop_token_ids=(*(body.stop_token_ids or ()), *(gap_ends(tokenizer) if body.suffix else ())),
             ignore_eos=bool(body.ignore_eos),
             logprobs=_logprobs(body),
         )
-        for prompt in prompts_of(body)
+        for prompt in prompts
         for index in range(choices)
     ]
 
@@ -88,6 +90,7 @@ def logprobs_object(items: Sequence[TokenLogprob], offset: int) -> dict[str, Any
         "token_logprobs": [max(item.logprob, -9999.0) for item in items],
         "top_logprobs": [{other.token: max(other.logprob, -9999.0) for other in item.top} for item in items],
         "text_offset": offsets,
+        "token_ids": [item.token_id for item in items],
     }
 
 
@@ -113,8 +116,10 @@ class CompletionEncoder:
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._tail = (b'],"usage":null}' if self.include_usage else b"]}") + b"\n\n"
 
-    def _chunk(self, index: int, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _chunk(self, index: int, text: str, logprobs: Any = None, end: Finish | None = None) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        if end is not None:
+            choice |= {"finish_reason": finish_reason(end.reason), **end_fields(end)}
         return self._head + dumps(choice) + self._tail
 
     def start(self) -> bytes:
@@ -128,7 +133,7 @@ class CompletionEncoder:
             logprobs = logprobs_object(event.logprobs, self._offsets[index]) if event.logprobs else None
             self._offsets[index] += sum(len(item.token) for item in event.logprobs)
             return self._chunk(index, event.text, logprobs) if event.text or logprobs else b""
-        return self._chunk(index, "", None, finish_reason(event.reason)) if isinstance(event, Finish) else b""
+        return self._chunk(index, "", None, event) if isinstance(event, Finish) else b""
 
     def end(self, finishes: dict[int, Finish]) -> bytes:
         """The usage chunk if asked for, then the end mark."""
@@ -156,6 +161,7 @@ def complete(
                 "text": echoes[index] + (item.message.reasoning or "") + item.text,
                 "logprobs": logprobs_object(item.logprobs, len(echoes[index])) if wanted else None,
                 "finish_reason": finish_reason(item.finish_reason),
+                **end_fields(item),
             }
         )
     usage = merged_usage(completions, body.n or 1)
@@ -183,8 +189,9 @@ def router(server: Server) -> APIRouter:
 
         async def prepare(model: str) -> Prepared:
             body.model = model
-            requests = to_requests(body)
-            echoes = [server.text_of(request.prompt or "") if body.echo else "" for request in requests]
+            requests = to_requests(body, server.tokenizer)
+            texts = [server.text_of(prompt) if body.echo else "" for prompt in prompts_of(body)]
+            echoes = [text for text in texts for _ in range(body.n or 1)]
             return Prepared(
                 requests,
                 CompletionEncoder(body, server, echoes, record.request_id) if body.stream else None,

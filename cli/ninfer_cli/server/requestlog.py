@@ -85,6 +85,8 @@ def entry(record: RequestRecord, status: int) -> dict[str, Any]:
         line |= {"outcome": record.outcome, "finish": record.finish_reasons}
     if record.dropped:
         line["tools_left_out"] = record.dropped
+    if record.ignored:
+        line["ignored"] = record.ignored
     if record.error is not None:
         text = record.error.detail or record.error.message
         line["error"] = {"code": record.error.code, "param": record.error.param, "message": text[:500]}

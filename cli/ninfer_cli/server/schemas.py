@@ -230,7 +230,6 @@ class OllamaBase(Schema):
     think: bool | str | None = None
     keep_alive: float | str | None = None
     truncate: bool | None = None
-    shift: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=20)
 
@@ -259,9 +258,7 @@ class OllamaNameRequest(Schema):
 
     model: str | None = None
     name: str | None = None
-    verbose: bool | None = None
     stream: bool | None = None
-    insecure: bool | None = None
 
 
 class OllamaCopyRequest(Schema):

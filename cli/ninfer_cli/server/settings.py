@@ -18,7 +18,8 @@ class ServerSettings:
 
     `api_keys` empty means no authentication, which is refused on a non-loopback `host` unless
     `insecure_no_auth`. `media_domains` None keeps remote media off; an empty tuple allows any public host.
-    `max_queue` bounds the requests that wait beside the `slots` that run, `queue_timeout` how long one may wait;
+    `max_queue` bounds the requests that wait beside the `slots` that run, `max_per_client` those of one key (without
+    keys: of one address) that run or wait, `queue_timeout` how long one may wait;
     `request_timeout` covers waiting and running. `unload_after` is how long an unused model stays loaded (below 0: for
     ever), `load_timeout` how long a request waits while its model is being loaded. `stored_responses` 0 turns the
     response store off. `request_log` is a file of JSON lines; "-" is standard error.
@@ -37,6 +38,7 @@ class ServerSettings:
     queue_timeout: float | None = None
     slots: int = 8
     max_queue: int = 64
+    max_per_client: int | None = None
     keep_alive: int = 75
     shutdown_grace: float = 10.0
     unload_after: float = -1.0
@@ -62,6 +64,10 @@ class ServerSettings:
         for name in ("max_queue", "shutdown_grace", "stored_responses"):
             if getattr(self, name) < 0:
                 raise InvalidRequestError(f"{name} must be at least 0, not {getattr(self, name)}", param=name)
+        if self.max_per_client is not None and self.max_per_client < 1:
+            raise InvalidRequestError(
+                f"max_per_client must be at least 1, not {self.max_per_client}", param="max_per_client"
+            )
         if any(not key for key in self.api_keys):
             raise InvalidRequestError("an API key may not be empty", param="api_keys")
         if not self.api_keys and not self.loopback and not self.insecure_no_auth:
