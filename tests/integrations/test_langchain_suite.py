@@ -58,16 +58,22 @@ class Suite(ChatModelIntegrationTests):
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         model = ChatNInfer(**self.chat_model_params)
-        _run(model, stream)
-        return _run(model, stream)
+        _run(model, stream, LONG)
+        message = _run(model, stream, LONG)
+        assert message.usage_metadata["input_token_details"]["cache_read"] > 0
+        return message
 
     @pytest.mark.xfail(reason="the demo model does not copy CJK names into arguments reliably", strict=False)
     def test_unicode_tool_call_integration(self, model: Any, **options: Any) -> None:
         super().test_unicode_tool_call_integration(model, **options)
 
 
-def _run(model: ChatNInfer, stream: bool) -> Any:
-    question = "What is the capital of France?"
+QUESTION = "What is the capital of France?"
+LONG = "Answer in one short sentence. " * 15 + QUESTION
+"""Long enough that the prefix cache keeps it."""
+
+
+def _run(model: ChatNInfer, stream: bool, question: str = QUESTION) -> Any:
     if not stream:
         return model.invoke(question)
     first, *others = model.stream(question)
