@@ -175,7 +175,7 @@ def offline_profile(target: Target) -> dict[str, Any]:
     asked = engine.spec.context_length
     if asked != "auto":
         limit = asked if limit is None else min(asked, limit)
-    return model_profile(target.model, limit)
+    return model_profile(target.model, limit, vision=engine.spec.vision)
 
 
 def known_context(target: Target) -> int | None:

@@ -170,13 +170,14 @@ def _part_body(part: Text | Image | Video) -> dict[str, Any]:
     if isinstance(part, Text):
         return {"type": "text", "text": part.text}
     kind = "image" if isinstance(part, Image) else "video"
-    if isinstance(part, Video) and (part.fps is not None or part.frames is not None):
-        raise UnsupportedError("fps and frames of a video do not travel over HTTP; leave them out", param="messages")
+    rates: dict[str, Any] = {}
+    if isinstance(part, Video):
+        rates = {name: value for name in ("fps", "frames") if (value := getattr(part, name)) is not None}
     url = part.url
     if url is None:
         data = part.data if part.data is not None else Path(part.path or "").read_bytes()
         url = f"data:{kind}/*;base64," + base64.b64encode(data).decode()
-    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}, **rates}
 
 
 # --- answers -----------------------------------------------------------------------------------------------------

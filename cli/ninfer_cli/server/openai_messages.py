@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from ninfer_core.errors import InvalidRequestError, UnsupportedError
@@ -71,7 +72,8 @@ def _media_part(item: Mapping[str, Any], kind: Any, path: str, media: MediaReade
     if kind in ("image_url", "input_image", "image"):
         return media.part(_url(item, ("image_url", "image", "url"), path), path)
     if kind in ("video_url", "input_video", "video"):
-        return media.part(_url(item, ("video_url", "video", "url"), path), path, video=True)
+        found = media.part(_url(item, ("video_url", "video", "url"), path), path, video=True)
+        return replace(found, **_rates(item, path))
     if kind in ("input_audio", "audio", "file", "input_file"):
         raise UnsupportedError(f"{path}.type is {kind!r}; these models read text, images and video", param=path)
     raise InvalidRequestError(
@@ -87,6 +89,18 @@ def _url(item: Mapping[str, Any], names: Sequence[str], path: str) -> str:
         if isinstance(value, str) and value:
             return value
     raise InvalidRequestError(f"{path}.{names[0]} must hold a URL", param=f"{path}.{names[0]}")
+
+
+def _rates(item: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """How a video is sampled, beside its address or inside `video_url`: `fps` a second, or `frames` in all."""
+    inner = item.get("video_url")
+    places = (item, inner) if isinstance(inner, dict) else (item,)
+    rates = {name: value for place in places for name in ("fps", "frames") if (value := place.get(name)) is not None}
+    for name, value in rates.items():
+        if isinstance(value, bool) or not isinstance(value, int | float if name == "fps" else int) or value <= 0:
+            kind = "number" if name == "fps" else "whole number"
+            raise InvalidRequestError(f"{path}.{name} must be a {kind} above 0", param=f"{path}.{name}")
+    return rates
 
 
 def _string(item: Mapping[str, Any], name: str, path: str) -> str:
