@@ -60,13 +60,13 @@ class RequestRecord:
     ignored: list[str] = field(default_factory=list)
     load_seconds: float = 0.0
 
-    def token_seen(self, metrics: Metrics) -> None:
-        """Note an output event and the gap since the one before."""
+    def output_seen(self, metrics: Metrics) -> None:
+        """Note that output has come, and the gap since the output before."""
         now = time.monotonic()
-        if self.first_event is None:
+        if self.first_event is None or self.last_event is None:
             self.first_event = now
             metrics.first_token(now - self.arrived)
-        elif self.last_event is not None and now > self.last_event:
+        else:
             metrics.token_gap(now - self.last_event)
         self.last_event = now
 

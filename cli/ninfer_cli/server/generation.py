@@ -18,6 +18,9 @@ from .body import ClientGoneError
 from .context import RequestRecord, Server, Ticket
 from .wire import wait_for_disconnect
 
+_BATCH = 256
+"""Events that are handed on before others get their turn."""
+
 
 class Handle(Protocol):
     """The part of an engine's request handle that the server uses."""
@@ -63,10 +66,14 @@ class Generation:
         failures: list[BaseException] = []
 
         async def pump(index: int, handle: Handle) -> None:
+            taken = 0
             try:
                 async for event in handle:
                     queue.append((index, event))
                     wake.set()
+                    taken += 1
+                    if taken % _BATCH == 0:
+                        await asyncio.sleep(0)  # a backlog never makes the iteration wait, so nobody else would run
             except Exception as error:
                 failures.append(error)
             finally:
@@ -86,16 +93,19 @@ class Generation:
         try:
             while open_choices:
                 await wake.wait()
-                wake.clear()
                 batch: list[tuple[int, Event]] = []
-                while queue:
+                while queue and len(batch) < _BATCH:
                     index, event = queue.popleft()
                     if event is None:
                         open_choices -= 1
-                    else:
-                        self._observe(index, event)
-                        batch.append((index, event))
+                        continue
+                    if isinstance(event, Finish):
+                        self.finishes[index] = event
+                    batch.append((index, event))
+                if not queue:
+                    wake.clear()
                 if batch:
+                    self.record.output_seen(self.server.metrics)
                     yield batch
                 if failures:
                     raise failures[0]
@@ -103,12 +113,6 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _observe(self, index: int, event: Event) -> None:
-        if isinstance(event, Finish):
-            self.finishes[index] = event
-        else:
-            self.record.token_seen(self.server.metrics)
 
     def cancel(self) -> None:
         """Ask the engine to end all choices."""

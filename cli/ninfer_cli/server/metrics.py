@@ -23,7 +23,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 # Our histogram's name without prefix, what it says.
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token", _SECONDS),
-    "inter_token_latency_seconds": ("Between two output events of one request", _SECONDS),
+    "inter_token_latency_seconds": ("From one output of a request to its next", _SECONDS),
     "e2e_request_latency_seconds": ("From arrival to the end", _SECONDS),
     "request_queue_time_seconds": ("Waiting for a place", _SECONDS),
     "request_prefill_time_seconds": ("Reading the prompt", _SECONDS),
@@ -130,7 +130,7 @@ class Metrics:
         self.current.histograms["time_to_first_token_seconds"].observe(seconds)
 
     def token_gap(self, seconds: float) -> None:
-        """Time between two output events."""
+        """Time between two outputs of a request, each one token or several that came together."""
         self.current.histograms["inter_token_latency_seconds"].observe(seconds)
 
     def generation_ended(self, record: RequestRecord, ends: Sequence[Finish], outcome: str) -> None:

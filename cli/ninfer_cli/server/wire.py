@@ -16,9 +16,12 @@ SSE_DONE = b"data: [DONE]\n\n"
 SSE_COMMENT = b": waiting\n\n"
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def dumps(value: Any) -> bytes:
     """Compact UTF-8 JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
