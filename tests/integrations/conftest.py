@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ import uvicorn
 from ninfer_cli.server.app import build_app
 from ninfer_cli.server.settings import ServerSettings
 
-from ninfer_core import get_engine
+from ninfer_core import Engine, get_engine
 from ninfer_core.runtime.validation import check_request
 from ninfer_core.testing import ScriptedEngine
 from ninfer_core.types import Image, Request, Video
@@ -52,6 +53,33 @@ def demo_server() -> Iterator[str]:
     engine = get_engine("default", None)
     with serving(engine.load()) as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def tower() -> Iterator[Engine]:
+    """The demo model with its vision tower, an engine of its own."""
+    with Engine.load("demo", vision=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def served_tower(tower: Engine) -> Iterator[str]:
+    """The same behind a server."""
+    with serving(tower) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[[str], bytes]:
+    """A factory of PNG files of one colour."""
+    pictures = pytest.importorskip("PIL.Image")
+
+    def made(colour: str) -> bytes:
+        file = io.BytesIO()
+        pictures.new("RGB", (128, 128), colour).save(file, "PNG")
+        return file.getvalue()
+
+    return made
 
 
 class SeenMedium:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -9,12 +12,31 @@ from langchain_core.messages import AIMessage
 from langchain_ninfer import ChatNInfer
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
+from ninfer_core import Engine
+from ninfer_core.adapter import share
+
+STANDARD = importlib.import_module("langchain_tests.integration_tests.chat_models")
+
 
 class Suite(ChatModelIntegrationTests):
-    """What all settings share. PDF, audio and recorded HTTP are the declared skips; images wait for a vision tower."""
+    """What all settings share. PDF, audio and recorded HTTP are the declared skips."""
 
     thinking = False
-    address: str | None = None
+    where: dict[str, Any]
+
+    @pytest.fixture(autouse=True)
+    def _where(self, tower: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(self), "where", {"engine": share(tower)}, raising=False)
+
+    @pytest.fixture(autouse=True)
+    def _picture(self, monkeypatch: pytest.MonkeyPatch, plain: Callable[[str], bytes]) -> None:
+        """The suite fetches its picture from the network; a drawn one stands in for it."""
+        fetch = SimpleNamespace(get=lambda *_args, **_options: SimpleNamespace(content=plain("red")))
+        monkeypatch.setattr(STANDARD, "httpx", fetch)
+
+    @pytest.fixture
+    def model(self, _where: None, request: Any) -> ChatNInfer:
+        return ChatNInfer(**{**self.chat_model_params, **getattr(request, "param", {})})
 
     @pytest.fixture(autouse=True)
     def _ability(self, request: pytest.FixtureRequest) -> None:
@@ -29,10 +51,18 @@ class Suite(ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         limits = {"max_tokens": 400, "reasoning_budget": 120} if self.thinking else {"max_tokens": 200}
-        return {"model": "demo", "temperature": 0, "reasoning": self.thinking, "base_url": self.address, **limits}
+        return {"model": "demo", "temperature": 0, "reasoning": self.thinking, **limits, **self.where}
 
     @property
     def supports_json_mode(self) -> bool:
+        return True
+
+    @property
+    def supports_image_inputs(self) -> bool:
+        return True
+
+    @property
+    def supports_image_tool_message(self) -> bool:
         return True
 
     @property
@@ -86,12 +116,8 @@ class Served(Suite):
     """The model behind a server."""
 
     @pytest.fixture(autouse=True)
-    def _server(self, demo_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(type(self), "address", demo_server)
-
-    @pytest.fixture
-    def model(self, _server: None, request: Any) -> ChatNInfer:
-        return ChatNInfer(**{**self.chat_model_params, **getattr(request, "param", {})})
+    def _where(self, served_tower: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(self), "where", {"base_url": served_tower}, raising=False)
 
 
 class TestThinkingOff(Suite):

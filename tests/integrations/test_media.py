@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,25 +156,12 @@ def test_remote_media_of_llama_index_are_refused_unless_allowed(seeing: Scripted
 # --- files to a tower ---
 
 
-def plain(colour: str) -> bytes:
-    """A PNG of one colour."""
-    picture = pytest.importorskip("PIL.Image").new("RGB", (128, 128), colour)
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return file.getvalue()
-
-
-@pytest.fixture(scope="module")
-def tower() -> Iterator[Engine]:
-    """The demo model with its tower."""
-    with Engine.load("demo", vision=True) as engine:
-        yield engine
-
-
 @MODES
-def test_a_drawn_file_changes_what_the_demo_model_says(mode: str, tower: Engine, serve: Callable[..., str]) -> None:
+def test_a_drawn_file_changes_what_the_demo_model_says(
+    mode: str, tower: Engine, request: pytest.FixtureRequest, plain: Callable[[str], bytes]
+) -> None:
     """Both adapters and both ways there give the same prompt, so the same greedy answer; colours are told apart."""
-    address = serve(tower) if mode == "http" else None
+    address = request.getfixturevalue("served_tower") if mode == "http" else None
     where: dict[str, Any] = {"base_url": address} if address else {"engine": share(tower)}
     chat = ChatNInfer(model="demo", temperature=0, max_tokens=24, reasoning=False, **where)
     llm = NInfer(model="demo", temperature=0, max_tokens=24, thinking=False, **where)
