@@ -1,9 +1,11 @@
-"""Triton helpers for fp16 operands of `mma.m16n8k16` in lane form: signed bytes to halves, products, transposition."""
+"""Triton helpers for `mma.m16n8k16` on fp16 in lane form: signed bytes to halves, products, transposition, columns."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ._dequant import from_partner
 
 
 @triton.jit
@@ -117,3 +119,19 @@ def transpose_halves(word, X: tl.constexpr, PTX: tl.constexpr):
         turned = tl.permute(tl.reshape(both, [X, 8, 8]), [0, 2, 1])
         low, high = tl.split(tl.reshape(turned, [X, 32, 2]))
         return low | (high << 16)
+
+
+@triton.jit
+def column_max(v, PTX: tl.constexpr):
+    """Largest of the eight lanes that hold the same column of a product, in all of them."""
+    v = tl.maximum(v, from_partner(v, 4, PTX))
+    v = tl.maximum(v, from_partner(v, 8, PTX))
+    return tl.maximum(v, from_partner(v, 16, PTX))
+
+
+@triton.jit
+def column_sum(v, PTX: tl.constexpr):
+    """Sum over the eight lanes that hold the same column of a product, in all of them."""
+    v += from_partner(v, 4, PTX)
+    v += from_partner(v, 8, PTX)
+    return v + from_partner(v, 16, PTX)

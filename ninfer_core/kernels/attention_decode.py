@@ -31,8 +31,6 @@ from ._dequant import (
     load_one,
     load_two,
     round_bytes,
-    rows_max,
-    rows_sum,
     store_byte,
     store_four,
     store_groups,
@@ -40,7 +38,9 @@ from ._dequant import (
     store_one,
     wait_for_inputs,
 )
-from ._halves import bytes_to_halves, half_product, pack_halves, pairs_to_halves, transpose_halves
+from ._halves import (
+    bytes_to_halves, column_max, column_sum, half_product, pack_halves, pairs_to_halves, transpose_halves,
+)  # fmt: skip
 from ._order import Activation
 
 PAGE = 64
@@ -178,13 +178,22 @@ def score_page(q, keys, steps, PTX: tl.constexpr):
 
 @triton.jit
 def all_warps(scores):
-    """Every warp's four registers in all warps: sixteen [32], those of warp w from 4 w on."""
+    """Every warp's four registers in all warps: sixteen [4, 32] of equal rows, those of warp w from 4 w on.
+
+    Two dimensions again at once: vectors [32] have a layout of their own, and where one meets a [4, 32] later on, the
+    compiler computes all that led to it a second time in that layout, loads and products too.
+    """
     warp = tl.arange(0, 4)[:, None]
     own = ()
     for w in tl.static_range(4):
         for i in tl.static_range(4):
             own = own + (tl.where(warp == w, scores[i], 0.0),)  # noqa: RUF005
-    return tl.reduce(own, 0, add_sixteen)
+    z = tl.zeros([4, 32], tl.float32)
+    total = tl.reduce(own, 0, add_sixteen)
+    found = ()
+    for i in tl.static_range(16):
+        found = found + (total[i][None, :] + z,)  # noqa: RUF005
+    return found
 
 
 @triton.jit
@@ -242,12 +251,12 @@ def load_values(codes, scales, place, last, PTX: tl.constexpr):
 
 
 @triton.jit
-def soften(all_scores, best, mass, position, first, last):
-    """Online softmax step over a page: probabilities (sixteen [32]), the factor of what was before, new best and mass.
+def soften(all_scores, best, mass, position, first, last, PTX: tl.constexpr):
+    """Online softmax step over a page: probabilities (sixteen [4, 32]), the factor of what was before, best and mass.
 
-    `best`, `mass`: pairs of [32] for a lane's two heads. `position`: the row's token index, as `first`, the page's.
+    `best`, `mass`: pairs of [4, 32] for a lane's two heads. `position`: the row's token index, as `first`, the page's.
     """
-    token = tl.arange(0, 32) // 4
+    token = tl.arange(0, 32)[None, :] // 4
     tops = ()
     for e in tl.static_range(2):
         top = best[e]
@@ -255,11 +264,11 @@ def soften(all_scores, best, mass, position, first, last):
             seen = i * 8 + token
             allowed = (seen < last) & (first + seen <= position)
             top = tl.maximum(top, tl.where(allowed, all_scores[2 * i + e], -1.0e30))
-        tops = tops + (rows_max(top),)  # noqa: RUF005
+        tops = tops + (column_max(top, PTX),)  # noqa: RUF005
     shrink = (tl.exp2(best[0] - tops[0]), tl.exp2(best[1] - tops[1]))
     p = ()
-    even = tl.zeros([32], tl.float32)
-    odd = tl.zeros([32], tl.float32)
+    even = tl.zeros([4, 32], tl.float32)
+    odd = tl.zeros([4, 32], tl.float32)
     for i in tl.static_range(8):
         seen = i * 8 + token
         allowed = (seen < last) & (first + seen <= position)
@@ -268,25 +277,22 @@ def soften(all_scores, best, mass, position, first, last):
         even += a
         odd += b
         p = p + (a, b)  # noqa: RUF005
-    return p, shrink, tops, (mass[0] * shrink[0] + rows_sum(even), mass[1] * shrink[1] + rows_sum(odd))
+    added = (column_sum(even, PTX), column_sum(odd, PTX))
+    return p, shrink, tops, (mass[0] * shrink[0] + added[0], mass[1] * shrink[1] + added[1])
 
 
 @triton.jit
 def add_values(acc, p, shrink, values, steps, PTX: tl.constexpr):
     """acc (four tiles of 16 dims) times `shrink` plus the page's values weighed with `p`."""
-    z = tl.zeros([4, 32], tl.float32)
-    even = shrink[0][None, :] + z
-    odd = shrink[1][None, :] + z
+    even, odd = shrink
     scaled = ()
     for i in tl.static_range(4):
         a = acc[i]
         scaled = scaled + ((a[0] * even, a[1] * odd, a[2] * even, a[3] * odd),)  # noqa: RUF005
     for s in tl.static_range(4):
         low, high = steps[s]
-        b0 = pack_halves((p[4 * s][None, :] + z) * low, (p[4 * s + 1][None, :] + z) * low, PTX)
-        b1 = pack_halves((p[4 * s + 2][None, :] + z) * high, (p[4 * s + 3][None, :] + z) * high, PTX)
-        b0 = transpose_halves(b0, 4, PTX)
-        b1 = transpose_halves(b1, 4, PTX)
+        b0 = transpose_halves(pack_halves(p[4 * s] * low, p[4 * s + 1] * low, PTX), 4, PTX)
+        b1 = transpose_halves(pack_halves(p[4 * s + 2] * high, p[4 * s + 3] * high, PTX), 4, PTX)
         grown = ()
         for h in tl.static_range(2):
             # Bytes 2 i, 2 i + 1 of the lane's eight dims are rows g and g + 8 of tile i.
@@ -344,13 +350,12 @@ def attention_split_kernel(
         best = ()
         mass = ()
         z = tl.zeros([4, 32], tl.float32)
-        flat = tl.zeros([32], tl.float32)
         for i in tl.static_range(ROWS):
             row = b * R + tl.minimum(block * 2 + i, R - 1)
             q = q + (query_halves(projected, gain, cos, sin, row, head, eps, H, KH, PTX),)  # noqa: RUF005
             acc = acc + (((z, z, z, z), (z, z, z, z), (z, z, z, z), (z, z, z, z)),)  # noqa: RUF005
-            best = best + ((flat - 1.0e30, flat - 1.0e30),)  # noqa: RUF005
-            mass = mass + ((flat, flat),)  # noqa: RUF005
+            best = best + ((z - 1.0e30, z - 1.0e30),)  # noqa: RUF005
+            mass = mass + ((z, z),)  # noqa: RUF005
         page_first = first
         end = tl.minimum(first + SPLIT, n + R)
         while page_first < end:
@@ -366,7 +371,7 @@ def attention_split_kernel(
             for i in tl.static_range(ROWS):
                 position = n + tl.minimum(block * 2 + i, R - 1)
                 scores = all_warps(score_page(q[i], keys, key_steps, PTX))
-                p, shrink, top, total = soften(scores, best[i], mass[i], position, page_first, last)
+                p, shrink, top, total = soften(scores, best[i], mass[i], position, page_first, last, PTX)
                 new_acc = new_acc + (add_values(acc[i], p, shrink, values, value_steps, PTX),)  # noqa: RUF005
                 new_best = new_best + (top,)  # noqa: RUF005
                 new_mass = new_mass + (total,)  # noqa: RUF005
@@ -385,8 +390,8 @@ def attention_split_kernel(
                 store_four(out, a[0][e], a[0][2 + e], a[1][e], a[1][2 + e], live, PTX)
                 store_four(out + 4, a[2][e], a[2][2 + e], a[3][e], a[3][2 + e], live, PTX)
                 one = live & (lane < 4) & (warp == 0)
-                store_one(part_max + line + warp * 0, best[i][e][None, :] + z, one, PTX)
-                store_one(part_sum + line + warp * 0, mass[i][e][None, :] + z, one, PTX)
+                store_one(part_max + line + warp * 0, best[i][e], one, PTX)
+                store_one(part_sum + line + warp * 0, mass[i][e], one, PTX)
 
 
 @triton.jit(do_not_specialize=["splits"])
