@@ -39,8 +39,14 @@ from ._dequant import (
     wait_for_inputs,
 )
 from ._halves import (
-    bytes_to_halves, column_max, column_sum, half_product, pack_halves, pairs_to_halves, transpose_halves,
-)  # fmt: skip
+    bytes_to_halves,
+    column_max,
+    column_sum,
+    half_product,
+    pack_halves,
+    pairs_to_halves,
+    transpose_halves,
+)
 from ._order import Activation
 
 PAGE = 64
