@@ -1,0 +1,104 @@
+"""Reported faults of other adapters, on the very deltas that were reported: what a server of another kind sends is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from langchain_ninfer import ChatNInfer
+from llama_index.core.base.llms.types import ThinkingBlock
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.ninfer import NInfer
+
+USAGE = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
+
+
+class Server(httpx.AsyncBaseTransport):
+    """A server that streams these deltas and keeps what it was asked; without thinking it leaves the reasoning out."""
+
+    def __init__(self, *deltas: dict[str, Any]) -> None:
+        self.deltas = deltas
+        self.asked: list[dict[str, Any]] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(await request.aread())
+        self.asked.append(body)
+        thinking = body.get("enable_thinking") is not False
+
+        async def lines() -> AsyncIterator[bytes]:
+            for delta in self.deltas:
+                if thinking or not delta.get("reasoning_content"):
+                    yield self._line({"choices": [{"index": 0, "delta": delta}]})
+            yield self._line({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            yield self._line({"choices": [], "usage": USAGE})
+            yield b"data: [DONE]\n\n"
+
+        return httpx.Response(200, content=lines())
+
+    @staticmethod
+    def _line(data: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def over(server: Server, kind: Any, **fields: Any) -> Any:
+    client = httpx.AsyncClient(transport=server)
+    return kind(model="other", base_url="http://server", http_client=client, **fields)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["plain", "with-tools"])
+async def test_langchain_reasoning_and_token_streaming_with_tools(bound: bool) -> None:
+    """ChatOllama and ChatOpenAI: the field is dropped (langchain-ai/langchain#35059, #34706, #37960), bound tools make one chunk
+    of a stream (#26971, #29129), reasoning that is switched off comes all the same (#33993)."""
+    deltas = [{"reasoning_content": "15"}, {"reasoning_content": "*23"}, {"content": "3"}, {"content": "45"}]
+    server = Server(*deltas)
+    chat = over(server, ChatNInfer)
+    model = chat.bind_tools([add]) if bound else chat
+    whole = await model.ainvoke("What is 15 * 23?")
+    assert whole.content == "345" and whole.additional_kwargs["reasoning_content"] == "15*23"
+    assert [(block["type"], block[block["type"]]) for block in whole.content_blocks] == [
+        ("reasoning", "15*23"),
+        ("text", "345"),
+    ]
+    for chunks in (list(model.stream("What is 15 * 23?")), [c async for c in model.astream("What is 15 * 23?")]):
+        said = [(c.additional_kwargs.get("reasoning_content", ""), c.content) for c in chunks]
+        assert [pair for pair in said if any(pair)] == [("15", ""), ("*23", ""), ("", "3"), ("", "45")]
+        total, *rest = chunks
+        for chunk in rest:
+            total = total + chunk
+        assert (total.content, total.additional_kwargs) == (whole.content, whole.additional_kwargs)
+        assert [c.usage_metadata for c in chunks if c.usage_metadata] == [whole.usage_metadata]
+        assert whole.usage_metadata["total_tokens"] == USAGE["total_tokens"]
+    off = await model.ainvoke("What is 15 * 23?", reasoning=False)
+    assert server.asked[-1]["enable_thinking"] is False and server.asked[0].get("enable_thinking") is None
+    assert off.content == "345" and "reasoning_content" not in off.additional_kwargs
+
+
+async def test_llama_index_chunks_that_hold_thinking_alone() -> None:
+    """The Ollama LLM skips chunks without content, thinking and all (run-llama/llama_index#21232, #20063)."""
+    server = Server(
+        {"content": None, "reasoning_content": "hm"}, {"content": "", "reasoning_content": " ok"}, {"content": "4"}
+    )
+    llm = over(server, NInfer)
+    talk = [ChatMessage(role="user", content="2 + 2?")]
+    whole = await llm.achat(talk)
+    assert llm.chat(talk).message == whole.message
+    tools = [FunctionTool.from_defaults(add)]
+    for responses in (
+        list(llm.stream_chat(talk)),
+        [item async for item in await llm.astream_chat(talk)],
+        list(llm.stream_chat_with_tools(tools, chat_history=talk)),
+    ):
+        said = [(item.additional_kwargs.get("thinking_delta", ""), item.delta) for item in responses]
+        assert [pair for pair in said if any(pair)] == [("hm", ""), (" ok", ""), ("", "4")]
+        assert responses[-1].message == whole.message
+    thought, answer = whole.message.blocks
+    assert isinstance(thought, ThinkingBlock) and (thought.content, answer.text) == ("hm ok", "4")
