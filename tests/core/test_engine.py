@@ -513,7 +513,7 @@ def test_a_prompt_that_fills_the_context_gets_its_one_token(drafts, context):
 
 def test_requests_wait_for_pages_in_order():
     """Pages for one full context: two long requests run one after the other, a short one does not overtake."""
-    with tiny_engine(draft_tokens=0, max_sequences=3, context_length=512, memory=2_200_000) as engine:
+    with tiny_engine(draft_tokens=0, max_sequences=3, context_length=512, memory=9_000_000) as engine:
         pages = engine.stats()["pages_total"]
         assert 8 <= pages < 16
         gate = Gate(engine, "prefill")
