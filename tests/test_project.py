@@ -68,7 +68,7 @@ def test_wheel_holds_the_packages_and_the_demo_model_and_nothing_else(tmp_path: 
     assert wheel.stat().st_size < 16e6, f"the wheel has grown to {wheel.stat().st_size:,} bytes"
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"ninfer_core", "ninfer_cli", "langchain_ninfer", "llama_index"}
+    assert tops == {"ninfer_core", "ninfer_cli", "langchain_ninfer", "llama_index", "ray_ninfer"}
     assert "ninfer_core/demo/artifact/manifest.json" in names
     assert "ninfer_core/demo/artifact/chat_template.jinja" in names
     assert "ninfer_core/py.typed" in names

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL_LIMIT, SDIST_LIMIT = 16e6, 20e6
-TOPS = {"ninfer_core", "ninfer_cli", "langchain_ninfer", "llama_index"}
+TOPS = {"ninfer_core", "ninfer_cli", "langchain_ninfer", "llama_index", "ray_ninfer"}
 STRAY = ("__pycache__", ".pyc", ".scratch", ".gpu", ".venv", "demo/make")
 
 ANSWER = 'ninfer run demo --no-think "What is the capital of France?"'
@@ -36,7 +36,7 @@ TRIES = {
         "ninfer bench serve demo --concurrency 1 --requests 1 --max-tokens 4 --prompt-tokens 16 -q",
     ],
     "vision": ["python -c \"import av, PIL\"", ANSWER],
-    "ray": ["python -c \"import ray.serve\"", ANSWER],
+    "ray": ["python -c \"import ray_ninfer.app\"", ANSWER],
 }  # fmt: skip
 """What must work with each extra; commands run in a folder that holds only `examples`."""
 

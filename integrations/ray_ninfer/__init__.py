@@ -1,0 +1,1 @@
+"""ninfer on Ray Serve: replicas behind one address, conversations routed to the replica that holds their prefix."""
