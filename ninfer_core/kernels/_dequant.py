@@ -13,21 +13,21 @@ import triton.language as tl
 
 
 @triton.jit
-def byte_dot(a, b):
-    """Dot product of the four signed bytes of int32 `a` and `b`, in plain Triton."""
-    total = ((a << 24) >> 24) * ((b << 24) >> 24)
-    total += ((a << 16) >> 24) * ((b << 16) >> 24)
-    total += ((a << 8) >> 24) * ((b << 8) >> 24)
-    return total + (a >> 24) * (b >> 24)
+def plain_product(left, right, X: tl.constexpr, K: tl.constexpr):
+    """The matrix instruction in plain Triton: `left` [X, 32, 2, 2, n] and `right` [X, 32, 2, n] of 8 n = K as fp32.
+
+    Axes of `left` behind lanes: half of K, half of the rows. Few operations: the interpreter pays for each.
+    """
+    rows = tl.reshape(tl.permute(left, (0, 3, 1, 2, 4)), [X, 2, 8, 1, K])
+    c = tl.sum(rows * tl.reshape(right, [X, 1, 1, 8, K]), 4)
+    upper, lower = tl.split(tl.permute(tl.reshape(c, [X, 2, 32, 2]), (0, 2, 3, 1)))
+    return tl.split(upper) + tl.split(lower)
 
 
 @triton.jit
-def half_columns(upper, lower, b0, b1, X: tl.constexpr):
-    """Plain-Triton product of one 8-row half of a fragment with eight columns: two [X, 32] accumulator registers."""
-    x0 = tl.reshape(b0, [X, 1, 8, 4])
-    x1 = tl.reshape(b1, [X, 1, 8, 4])
-    c = tl.sum(byte_dot(tl.reshape(upper, [X, 8, 1, 4]), x0) + byte_dot(tl.reshape(lower, [X, 8, 1, 4]), x1), 3)
-    return tl.split(tl.reshape(c, [X, 32, 2]))
+def plain_bytes(words):
+    """The signed bytes of int32 `words` along a new last axis, the highest first, as fp32."""
+    return ((tl.expand_dims(words, -1) << (tl.arange(0, 4) << 3)) >> 24).to(tl.float32)
 
 
 @triton.jit
@@ -53,9 +53,8 @@ def multiply(a0, a1, a2, a3, b0, b1, X: tl.constexpr, PTX: tl.constexpr):
             c3.to(tl.float32, bitcast=True) - 12582912.0,
         )
     else:
-        c0, c1 = half_columns(a0, a2, b0, b1, X)
-        c2, c3 = half_columns(a1, a3, b0, b1, X)
-        return c0.to(tl.float32), c1.to(tl.float32), c2.to(tl.float32), c3.to(tl.float32)
+        left = plain_bytes(tl.join(tl.join(a0, a2), tl.join(a1, a3)))
+        return plain_product(left, plain_bytes(tl.join(b0, b1)), X, 32)
 
 
 @triton.jit

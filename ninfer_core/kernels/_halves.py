@@ -5,14 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._dequant import from_partner
+from ._dequant import from_partner, plain_product
 
 
 @triton.jit
-def half_of(word, upper: tl.constexpr):
-    """One half of a packed pair as fp32, in plain Triton."""
-    bits = ((word >> 16) if upper else word) & 0xFFFF
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def plain_halves(words):
+    """The two fp16 of each of `words` along a new last axis as fp32, in plain Triton."""
+    bits = (tl.expand_dims(words, -1) >> (tl.arange(0, 2) << 4)).to(tl.int16)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -28,9 +28,10 @@ def pack_halves(low, high, PTX: tl.constexpr):
 
 
 @triton.jit
-def signed_byte(word, i: tl.constexpr):
-    """Byte `i` of a word as fp32, in plain Triton."""
-    return ((word << (24 - 8 * i)) >> 24).to(tl.float32)
+def plain_bits(word, X: tl.constexpr):
+    """Bytes 0..3 of `word` [X, 32] as the bits of fp16: [X, 32, 4], in plain Triton."""
+    signed = (word[:, :, None] << (24 - (tl.arange(0, 4) << 3))) >> 24
+    return signed.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
@@ -49,8 +50,9 @@ def bytes_to_halves(word, PTX: tl.constexpr):
             pack=1,
         )
     else:
-        low = pack_halves(signed_byte(word, 0), signed_byte(word, 1), PTX)
-        return low, pack_halves(signed_byte(word, 2), signed_byte(word, 3), PTX)
+        X: tl.constexpr = word.shape[0]
+        low, high = tl.split(tl.reshape(plain_bits(word, X), [X, 32, 2, 2]))
+        return tl.split(low | (high << 16))
 
 
 @triton.jit
@@ -70,22 +72,12 @@ def pairs_to_halves(first, second, PTX: tl.constexpr):
             pack=1,
         )
     else:
-        found = ()
-        for i in tl.static_range(4):
-            found = found + (pack_halves(signed_byte(first, i), signed_byte(second, i), PTX),)  # noqa: RUF005
-        return found
-
-
-@triton.jit
-def half_columns(upper, lower, b0, b1, X: tl.constexpr):
-    """Plain-Triton product of one 8-row half of a fragment with eight columns: two [X, 32]."""
-    c = tl.zeros([X, 8, 8, 4], tl.float32)
-    for h in tl.static_range(2):
-        x0 = tl.reshape(half_of(b0, h == 1), [X, 1, 8, 4])
-        x1 = tl.reshape(half_of(b1, h == 1), [X, 1, 8, 4])
-        c += tl.reshape(half_of(upper, h == 1), [X, 8, 1, 4]) * x0
-        c += tl.reshape(half_of(lower, h == 1), [X, 8, 1, 4]) * x1
-    return tl.split(tl.reshape(tl.sum(c, 3), [X, 32, 2]))
+        X: tl.constexpr = first.shape[0]
+        both = plain_bits(first, X) | (plain_bits(second, X) << 16)
+        even, odd = tl.split(tl.reshape(both, [X, 32, 2, 2]))
+        zero, two = tl.split(even)
+        one, three = tl.split(odd)
+        return zero, one, two, three
 
 
 @triton.jit
@@ -102,9 +94,9 @@ def half_product(acc, a0, a1, a2, a3, b0, b1, X: tl.constexpr, PTX: tl.constexpr
             pack=1,
         )
     else:
-        c0, c1 = half_columns(a0, a2, b0, b1, X)
-        c2, c3 = half_columns(a1, a3, b0, b1, X)
-        return acc[0] + c0, acc[1] + c1, acc[2] + c2, acc[3] + c3
+        left = plain_halves(tl.join(tl.join(a0, a2), tl.join(a1, a3)))
+        c = plain_product(left, plain_halves(tl.join(b0, b1)), X, 16)
+        return acc[0] + c[0], acc[1] + c[1], acc[2] + c[2], acc[3] + c[3]
 
 
 @triton.jit
