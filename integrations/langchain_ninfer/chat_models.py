@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel, LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
@@ -133,7 +133,7 @@ class ChatNInfer(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        places = ("model", "engine", "engine_options", "base_url")
+        places = ("model", "engine", "engine_options", "base_url", "allow_remote_media", "media_root")
         return {name: getattr(self, name) for name in (*places, *FIELDS) if name != "timeout"}
 
     @classmethod
@@ -158,7 +158,13 @@ class ChatNInfer(BaseChatModel):
         return params
 
     def _resolve_model_profile(self) -> Any:
-        return _known_keys(offline_profile(self._target(self.model)))
+        return self._own_profile(offline_profile(self._target(self.model)))
+
+    def _own_profile(self, profile: Mapping[str, Any]) -> Any:
+        """The profile with what this instance allows, without keys that this version of core would warn about."""
+        urls = bool(profile.get("image_inputs")) and self.allow_remote_media
+        known = ModelProfile.__annotations__
+        return {key: value for key, value in {**profile, "image_url_inputs": urls}.items() if key in known}
 
     def _combine_llm_outputs(self, outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
         total: dict[str, int] = {}
@@ -194,7 +200,7 @@ class ChatNInfer(BaseChatModel):
             engine = self._engine()
             if hasattr(engine, "load"):
                 engine.load()
-            self.profile = _known_keys(engine.profile)
+            self.profile = self._own_profile(engine.profile)
         return self
 
     async def aload(self) -> ChatNInfer:
@@ -203,7 +209,7 @@ class ChatNInfer(BaseChatModel):
             engine = self._engine()
             if hasattr(engine, "aload"):
                 await engine.aload()
-            self.profile = _known_keys(engine.profile)
+            self.profile = self._own_profile(engine.profile)
         return self
 
     def close(self) -> None:
@@ -492,11 +498,3 @@ def _take_ready(request: Request) -> Any:
 def _message_id(run_manager: Any) -> str:
     run = getattr(run_manager, "run_id", None) or uuid.uuid4()
     return f"lc_run--{run}"
-
-
-def _known_keys(profile: Mapping[str, Any]) -> Any:
-    """The profile without keys that this version of langchain-core would warn about."""
-    from langchain_core.language_models import ModelProfile
-
-    known = ModelProfile.__annotations__
-    return {key: value for key, value in profile.items() if key in known}

@@ -170,17 +170,22 @@ def test_a_drawn_file_changes_what_the_demo_model_says(
     for colour in ("red", "green", "blue", "yellow"):
         data = plain(colour)
         block = {"type": "image", "base64": b64(data), "mime_type": "image/png"}
-        said = chat.invoke([HumanMessage([block, {"type": "text", "text": question}])])
+        talk = [HumanMessage([block, {"type": "text", "text": question}])]
+        said = chat.invoke(talk)
         blocks = [ImageBlock(image=data), TextBlock(text=question)]
         other = llm.chat([ChatMessage(role="user", blocks=blocks)])
         assert other.message.content == said.text
-        assert other.raw["usage"]["prompt_tokens"] == said.usage_metadata["input_tokens"]
+        counts = {said.usage_metadata["input_tokens"], chat.get_num_tokens_from_messages(talk)}
+        counts |= {other.raw["usage"]["prompt_tokens"], llm.count_tokens([ChatMessage(role="user", blocks=blocks)])}
+        assert len(counts) == 1 and counts.pop() > 16
         right += colour in said.text
     assert right >= 3
 
 
 def test_the_profile_tells_of_the_tower(tower: Engine) -> None:
     named = ChatNInfer(model="demo", engine="never-loaded", engine_options={"vision": True})
+    remote = ChatNInfer.from_engine(tower, allow_remote_media=True)
+    assert remote.profile["image_url_inputs"] and named.profile["image_url_inputs"] is False
     for profile in (named.profile, ChatNInfer.from_engine(tower).profile):
         assert profile["image_inputs"] and profile["image_tool_message"] and profile["video_inputs"] is False
     blind = ChatNInfer(model="demo", engine="never-loaded-blind").profile
