@@ -199,8 +199,7 @@ def from_lane(v, lane: tl.constexpr, PTX: tl.constexpr):
         )
     else:
         X: tl.constexpr = v.shape[0]
-        own = tl.sum(tl.where(tl.arange(0, 32)[None, :] == lane, v, 0.0), 1)
-        return tl.broadcast_to(own[:, None], [X, 32])
+        return tl.gather(v, tl.full([X, 32], lane, tl.int32), 1)
 
 
 @triton.jit

@@ -90,9 +90,13 @@ def convolve_four(window, taps, r: tl.constexpr):
     b = four_values(window[r + 1])
     c = four_values(window[r + 2])
     d = four_values(window[r + 3])
+    first = four_values(taps[0])
+    second = four_values(taps[1])
+    third = four_values(taps[2])
+    fourth = four_values(taps[3])
     found = ()
     for j in tl.static_range(4):
-        weights = (four_values(taps[0])[j], four_values(taps[1])[j], four_values(taps[2])[j], four_values(taps[3])[j])
+        weights = (first[j], second[j], third[j], fourth[j])
         found = found + (convolve(c[j], b[j], a[j], d[j], weights),)  # noqa: RUF005
     return found
 
@@ -118,16 +122,14 @@ def exchange(d, HALF: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def scatter_sums(d, PTX: tl.constexpr):
     """Sums over lanes of eight tensors [4, 32]: lane i holds that of number i % 8. Nine exchanges instead of forty."""
-    lane = tl.arange(0, 32)[None, :]
     if PTX:
         total = exchange(exchange(exchange(d, 4, PTX), 2, PTX), 1, PTX)[0]
         total += from_partner(total, 8, PTX)
         return total + from_partner(total, 16, PTX)
     else:
-        total = tl.sum(d[0], 1)[:, None] + tl.zeros_like(d[0])
-        for i in tl.static_range(1, 8):
-            total = tl.where(lane % 8 == i, tl.sum(d[i], 1)[:, None], total)
-        return total
+        even = tl.join(tl.join(d[0], d[4]), tl.join(d[2], d[6]))
+        total = tl.sum(tl.join(even, tl.join(tl.join(d[1], d[5]), tl.join(d[3], d[7]))), 1)
+        return tl.reshape(tl.broadcast_to(tl.reshape(total, [4, 1, 8]), [4, 4, 8]), [4, 32])
 
 
 @triton.jit

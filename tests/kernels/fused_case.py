@@ -17,6 +17,7 @@ from ninfer_core.model.fused import FusedDecoder, FusedMTP
 from ninfer_core.model.mtp import MTP
 from ninfer_core.packed import random_packed, reference_weights
 from ninfer_core.state import FusedState, State
+from tests.kernels.interpreter import quicken
 
 
 def config_of(kind: str) -> ModelConfig:
@@ -41,6 +42,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def main(kind: str) -> None:
     """Prompt rows, a window behind them, its logits, the draft layer."""
+    quicken()
     config = config_of(kind)
     weights = random_packed(config, seed=1, device="cpu", recipe=RECIPE_DEMO)
     other = reference_weights(weights, config)

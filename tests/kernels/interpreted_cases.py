@@ -24,6 +24,7 @@ from ninfer_core.kernels import (
     moe_decode,
 )
 from ninfer_core.kernels._order import GROUP, Activation, pack_codes, quantize_rows_ref
+from tests.kernels.interpreter import quicken
 
 NAN = float("nan")
 EXACT = 1e-6
@@ -106,7 +107,7 @@ def experts(fmt_up, fmt_down, rows):
     shared_down, shared_down_values = matrix(width, inner, "W8")
     x, router = torch.randn(rows, width), torch.randn(count + 1, width).bfloat16()
     norm = (torch.randn(width) * 0.1).bfloat16()
-    a = Activation.from_rows(x, (x**2).view(rows, 8, 32).sum(-1))
+    a = Activation.from_rows(x, (x**2).view(rows, -1, 32).sum(-1))
     factor = torch.rsqrt((x**2).mean(1, keepdim=True) + 1e-6)
     logits, shared = torch.full((rows, count + 1), NAN), torch.full((rows, 2 * inner), NAN)
     h = moe_decode.ExpertRows.empty(rows, top_k, inner, "cpu", experts=count, width=width)
@@ -129,7 +130,7 @@ def experts(fmt_up, fmt_down, rows):
     x_out, u_out, out = (
         torch.full((rows, width), NAN),
         torch.full((rows, width), NAN),
-        Activation.empty(rows, width, 8, "cpu"),
+        Activation.empty(rows, width, width // 32, "cpu"),
     )
     moe_decode.expert_down(down, shared_down, h, ids, weights, logits, x, norm, x_out, u_out, out)
     parts = torch.einsum(
@@ -174,7 +175,7 @@ def delta():
             at, commit = at + kept, kept
         return [torch.cat(part) for part in zip(*found, strict=True)]
 
-    single, window = run([(1, 1)] * tokens), run([(2, 1), (2, 2), (1, 1)])
+    single, window = run([(1, 1)] * tokens), run([(3, 2), (2, 2)])
     for one, other, what in zip(single, window, ("codes", "scales", "sums"), strict=True):
         same(other, one, f"window against single rows: {what}")
     out = Activation.empty(tokens, heads * 128, heads * 4, "cpu")
@@ -327,6 +328,7 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
 def main(names: list[str]) -> None:
     """Run the named cases, or all."""
     torch.set_num_threads(1)
+    quicken()
     for name in names or CASES:
         case, *arguments = CASES[name]
         torch.manual_seed(0)

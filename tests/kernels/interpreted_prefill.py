@@ -28,6 +28,7 @@ from ninfer_core.model.fused_prefill import FusedPrefill, prefill_bytes
 from ninfer_core.model.mtp import MTP
 from ninfer_core.packed import random_packed, reference_weights
 from ninfer_core.state import DeltaState, FusedState, KVLayer, State
+from tests.kernels.interpreter import quicken
 
 NAN = float("nan")
 EXACT = 1e-6
@@ -295,6 +296,7 @@ CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
 def main(names: list[str]) -> None:
     """Run the named cases, or all."""
     torch.set_num_threads(1)
+    quicken()
     for name in names or CASES:
         case, *arguments = CASES[name]
         torch.manual_seed(0)

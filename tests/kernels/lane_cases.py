@@ -21,6 +21,7 @@ from ninfer_core.kernels.sampling import pick, uniform
 from ninfer_core.runtime.flights import Start
 from ninfer_core.runtime.graphs import DeviceRounds
 from ninfer_core.runtime.validation import SamplingParams
+from tests.kernels.interpreter import quicken
 
 VOCABULARY, ADDRESSABLE = 2048, 2000
 LAWS = [
@@ -197,6 +198,7 @@ CASES = {
 
 def main(names):
     """Run the cases named, or all."""
+    quicken()
     for name in names or CASES:
         torch.manual_seed(0)
         try:

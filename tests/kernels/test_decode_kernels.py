@@ -17,11 +17,17 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CASES = (
-    "project W8", "project Q4", "side rows", "residual", "experts Q4 Q5", "expert ties", "dense gate/up", "head",
-    "embed W8", "gated delta", "attention",
+    "attention", "gated delta", "project W8", "experts grouped", "project Q4", "experts Q4 Q5", "project Q5", "side rows",
+    "project Q6", "residual", "head", "expert ties", "embed W8", "dense gate/up", "embed Q6",
 )  # fmt: skip
-LONG_CASES = ("project Q5", "project Q6", "experts W8 W8", "experts Q4 Q6", "experts grouped", "embed Q6")
+"""Two processes take every second one: each half takes about as long."""
+LONG_CASES = ("experts W8 W8", "experts Q4 Q6")
 """The same code in other formats; before a release."""
+PRODUCTS = {
+    "gdn in", "gdn in 64", "gdn out", "head", "dense gate/up", "experts up, row", "experts up, window",
+    "experts up, many", "experts rows 5", "experts down 5", "attention R=1",
+}  # fmt: skip
+"""Kernels with matrix instructions, all operands in lane layout; the others leave layouts to the compiler."""
 SMALLEST_BLOCK_MEMORY = 99 * 1024
 """Shared memory of one block on the consumer cards (sm_86, sm_89, sm_120)."""
 
@@ -53,14 +59,14 @@ def test_kernel_against_its_twin(case):
 
 
 @pytest.mark.parametrize(
-    "capability",  # half a minute each: little memory, and dependent launch; the rest before a release
-    [86, 90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100, 120))],
+    "capability",  # half a minute each unless in the compiler's cache; 90 has dependent launch; the rest before a release
+    [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 86, 89, 100, 120))],
 )
 def test_builds_and_fits(capability):
     built = lines("compile_cases.py", str(capability), interpret=False)
-    assert len(built) >= 8
     for line in built:
         assert line["shared"] <= SMALLEST_BLOCK_MEMORY, line
+        # Another layout here means that the compiler computes the operands twice, or moves them through shared memory.
         lanes = f"sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [{line['warps']}, 1], order = [1, 0]"
         assert all(lanes in layout for layout in line["lanes"]), line
-    assert sum(bool(line["lanes"]) for line in built) >= 6
+    assert {line["case"] for line in built if line["lanes"]} == PRODUCTS
