@@ -288,8 +288,8 @@ CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
     "attention 63, 2": (attend, 2, 1, 63, 2),
     "attention 64, 66": (attend, 6, 2, 64, 66),
     "joined": (joined,),
-    "sparse model": (model, True, 3, 2),
-    "dense model": (model, False, 9),
+    "sparse model": (model, True, 4),
+    "dense model": (model, False, 6, 3),
 }
 
 
