@@ -80,13 +80,14 @@ class Replica:
             await asyncio.gather(running, return_exceptions=True)
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises.
+        """Serve replaces the replica when this raises three times in a row, 5 s apart.
 
         Raises:
-            EngineFailedError: the engine cannot make a token any more.
+            EngineFailedError: the engine cannot make a token, or is finding out whether it can.
         """
-        if self.engine.state != "ready":
-            raise EngineFailedError(f"the engine is {self.engine.state}, not ready")
+        status = self.engine.health()["status"]
+        if status != "ok":
+            raise EngineFailedError(f"the engine cannot make a token: it is {status}")
         self._gauges.publish(self.app.state.server.metrics.registry)
 
     def __del__(self) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,6 +127,13 @@ def serve(
     request_log: Annotated[
         str | None, typer.Option(metavar="FILE", help="Append one JSON line per request; - writes to stderr.")
     ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Serve from a Ray cluster: the one of RAY_ADDRESS, else one of this machine.")
+    ] = False,
+    replicas: Annotated[
+        str | None,
+        typer.Option(metavar="N|auto", help="With --ray: engines, one GPU each. [default: auto, by load]"),
+    ] = None,
 ) -> None:
     """Serve models to OpenAI, Anthropic and Ollama clients, one loaded at a time."""
     address = parse_address(host, port)
@@ -166,7 +174,34 @@ def serve(
     }
     fields |= {name: value for name, value in given.items() if value is not None}
 
-    raise typer.Exit(run(settings, address, model, InstalledModels(fields)))
+    models = InstalledModels(fields)
+    if ray:
+        raise typer.Exit(_run_with_ray(settings, model or models.find("").name, fields, replicas or "auto"))
+    if replicas is not None:
+        raise InvalidRequestError(f"--replicas {replicas} needs --ray: one process serves one engine", param="replicas")
+    raise typer.Exit(run(settings, address, model, models))
+
+
+def _run_with_ray(settings: ServerSettings, model: str, fields: dict[str, Any], replicas: str) -> int:
+    """The Ray application, which is a package of its own. The exit code.
+
+    Raises:
+        MissingDependencyError: it, or Ray, is not installed.
+        InvalidRequestError: a wrong number of replicas, or an option that needs a single process.
+    """
+    if settings.unload_after >= 0:
+        raise InvalidRequestError(
+            f"--keep-alive is {settings.unload_after:g} s, but replicas keep their model: with --ray it must be -1",
+            param="keep_alive",
+        )
+    found = list(entry_points(group="ninfer.serve", name="ray"))
+    if not found:
+        raise MissingDependencyError("ray", "ray", "--ray")
+    try:
+        start = found[0].load()
+    except ImportError as error:
+        raise MissingDependencyError(error.name or "ray", "ray", "--ray") from error
+    return int(start(settings, model, fields, replicas))
 
 
 class InstalledModels:
