@@ -52,7 +52,66 @@ class GdnLayer:
     decay: Tensor
 
 
-class State:
+class DeviceState:
+    """What both layouts of the state share: their bytes, and copying and clearing slots and pages.
+
+    `kv_codes`, `kv_scales` (None unless INT8): the pages of all layers on axis 3. `_slot_tensors`: what a slot holds,
+    with the slots on axis 1.
+    """
+
+    pages: int
+    slots: int
+    device: torch.device
+    kv_codes: Tensor
+    kv_scales: Tensor | None
+    _slot_tensors: tuple[Tensor, ...]
+
+    @property
+    def kv_bytes_per_page(self) -> int:
+        """Bytes of one page over all attention layers and the MTP layer, scales included."""
+        return sum(t.numel() * t.element_size() for t in (self.kv_codes, self.kv_scales) if t is not None) // self.pages
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot: GDN state and what it has not taken yet."""
+        return sum(t.numel() * t.element_size() for t in self._slot_tensors) // self.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything held here."""
+        return self.kv_bytes_per_page * self.pages + self.bytes_per_slot * self.slots
+
+    def free(self) -> None:
+        """Give the memory back now, whoever still holds a tensor of it. Nothing may be using the state."""
+        for tensor in (self.kv_codes, self.kv_scales, *self._slot_tensors):
+            if tensor is not None:
+                tensor.untyped_storage().resize_(0)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the GDN state of one slot, with what it has not taken yet, to another."""
+        for tensor in self._slot_tensors:
+            tensor[:, target].copy_(tensor[:, source])
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one KV page, of all layers, to another."""
+        for tensor in (self.kv_codes, self.kv_scales):
+            if tensor is not None:
+                tensor[:, :, :, target].copy_(tensor[:, :, :, source])
+
+    def clear_slot(self, slot: int) -> None:
+        """Make a slot that of a sequence without tokens."""
+        for tensor in self._slot_tensors:
+            tensor[:, slot].zero_()
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Overwrite KV pages with zeros."""
+        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
+        for tensor in (self.kv_codes, self.kv_scales):
+            if tensor is not None:
+                tensor[:, :, :, index] = 0
+
+
+class State(DeviceState):
     """Device memory for `slots` running sequences and `pages` KV pages shared by them.
 
     Args:
@@ -111,58 +170,11 @@ class State:
         self.window_k = torch.zeros(*rows, config.linear_num_key_heads, dk, device=device)
         self.window_e = torch.zeros(*rows, heads, dv, device=device)
         self.window_decay = torch.ones(*rows, heads, device=device)
+        self._slot_tensors = (self.s, self.conv, self.window_k, self.window_e, self.window_decay)
         self.gdn = tuple(
             GdnLayer(self.s[i], self.conv[i], self.window_k[i], self.window_e[i], self.window_decay[i])
             for i in range(count)
         )
-
-    @property
-    def kv_bytes_per_page(self) -> int:
-        """Bytes of one page over all attention layers and the MTP layer, scales included."""
-        return sum(t.numel() * t.element_size() for t in (self.kv_codes, self.kv_scales) if t is not None) // self.pages
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one slot: GDN state, convolution rows and the uncommitted window."""
-        return sum(t.numel() * t.element_size() for t in self._slot_tensors) // self.slots
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything held here."""
-        return self.kv_bytes_per_page * self.pages + self.bytes_per_slot * self.slots
-
-    @property
-    def _slot_tensors(self) -> tuple[Tensor, ...]:
-        return self.s, self.conv, self.window_k, self.window_e, self.window_decay
-
-    def free(self) -> None:
-        """Give the memory back now, whoever still holds a tensor of it. Nothing may be using the state."""
-        for tensor in (self.kv_codes, self.kv_scales, *self._slot_tensors):
-            if tensor is not None:
-                tensor.untyped_storage().resize_(0)
-
-    def copy_slot(self, source: int, target: int) -> None:
-        """Copy the GDN state, convolution rows and window of one slot to another."""
-        for tensor in self._slot_tensors:
-            tensor[:, target].copy_(tensor[:, source])
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy one KV page, of all layers, to another."""
-        for tensor in (self.kv_codes, self.kv_scales):
-            if tensor is not None:
-                tensor[:, :, :, target].copy_(tensor[:, :, :, source])
-
-    def clear_slot(self, slot: int) -> None:
-        """Make a slot that of a sequence without tokens."""
-        for tensor in self._slot_tensors:
-            tensor[:, slot].zero_()
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Overwrite KV pages with zeros."""
-        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
-        for tensor in (self.kv_codes, self.kv_scales):
-            if tensor is not None:
-                tensor[:, :, :, index] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +212,7 @@ def _delta_tensors(
     return s, conv, ring(key_heads * 128), ring(value_heads * 128), ring(value_heads)
 
 
-class FusedState:
+class FusedState(DeviceState):
     """What `State` is, in the layouts of the fused kernels: INT8 pages of 64 tokens and `DeltaState` per GDN layer.
 
     A window needs no room of its own: its rows lie in the rings, so a slot serves windows of up to `RING / 2` rows.
@@ -244,44 +256,3 @@ class FusedState:
             len(config.gdn_layers), slots, config.linear_num_key_heads, config.linear_num_value_heads, device
         )
         self.gdn = tuple(DeltaState(*(t[i] for t in self._slot_tensors)) for i in range(len(config.gdn_layers)))
-
-    @property
-    def kv_bytes_per_page(self) -> int:
-        """Bytes of one page over all attention layers and the MTP layer, scales included."""
-        return sum(t.numel() * t.element_size() for t in (self.kv_codes, self.kv_scales)) // self.pages
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one slot: GDN state and rings."""
-        return sum(t.numel() * t.element_size() for t in self._slot_tensors) // self.slots
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything held here."""
-        return self.kv_bytes_per_page * self.pages + self.bytes_per_slot * self.slots
-
-    def free(self) -> None:
-        """Give the memory back now, whoever still holds a tensor of it. Nothing may be using the state."""
-        for tensor in (self.kv_codes, self.kv_scales, *self._slot_tensors):
-            tensor.untyped_storage().resize_(0)
-
-    def copy_slot(self, source: int, target: int) -> None:
-        """Copy the GDN state and the rings of one slot to another."""
-        for tensor in self._slot_tensors:
-            tensor[:, target].copy_(tensor[:, source])
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy one KV page, of all layers, to another."""
-        for tensor in (self.kv_codes, self.kv_scales):
-            tensor[:, :, :, target].copy_(tensor[:, :, :, source])
-
-    def clear_slot(self, slot: int) -> None:
-        """Make a slot that of a sequence without tokens."""
-        for tensor in self._slot_tensors:
-            tensor[:, slot].zero_()
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Overwrite KV pages with zeros."""
-        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
-        for tensor in (self.kv_codes, self.kv_scales):
-            tensor[:, :, :, index] = 0
