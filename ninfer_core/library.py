@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ _UNFINISHED = (".part", ".journal", ".partial", ".checkpoint", ".incomplete")
 DAY = 86_400.0
 
 
-class Place:
+class Place(ABC):
     """Where the files of one repository at one commit go: a folder for what arrives, and the final form."""
 
     def __init__(self, repository: str, commit: str, revision: str, environ: Mapping[str, str]) -> None:
@@ -29,21 +30,21 @@ class Place:
         self.environ = environ
 
     @property
+    @abstractmethod
     def folder(self) -> Path:
         """The folder that receives files; the lock and the disk check are about it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def target(self, file: RemoteFile) -> Path:
         """Where a verified file lies."""
-        raise NotImplementedError
 
+    @abstractmethod
     def installed(self, files: Sequence[RemoteFile]) -> Path | None:
         """The artifact if exactly these files have been made a model already."""
-        raise NotImplementedError
 
+    @abstractmethod
     def install(self, files: Sequence[RemoteFile]) -> Path:
         """Make the verified files a model; the path of its artifact."""
-        raise NotImplementedError
 
 
 class HubCache(Place):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
@@ -39,6 +39,34 @@ class Video:
     url: str | None = None
     fps: float | None = None
     frames: int | None = None
+
+
+class Pixels(Protocol):
+    """The pixels of a prepared image or video, and their normalisation per channel."""
+
+    @property
+    def frames(self) -> Any:
+        """A numpy array `[F, H, W, 3]` uint8, resized; one frame for an image."""
+
+    @property
+    def mean(self) -> Sequence[float]:
+        """Normalisation: subtracted, as a share of 255."""
+
+    @property
+    def std(self) -> Sequence[float]:
+        """Normalisation: divided by, as a share of 255."""
+
+
+class PreparedMedium(Pixels, Protocol):
+    """A prepared image or video: what the vision tower and the prefix cache know it by."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Slices, patch rows, patch columns."""
+
+    @property
+    def digest(self) -> bytes:
+        """Names its pixels and its grid."""
 
 
 Part = Text | Image | Video

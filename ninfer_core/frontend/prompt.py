@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ..config import ModelConfig
 from ..errors import ContentError, ContextOverflowError, InvalidRequestError, UnsupportedError
-from ..types import Image, Message, Part, Request, Text, Tool, ToolCall, Video
+from ..types import Image, Message, Part, PreparedMedium, Request, Text, Tool, ToolCall, Video
 from .output import OutputMachine
 from .template import ChatTemplate
 from .tokenizer import Tokenizer, replace_surrogates
@@ -48,32 +48,12 @@ PRESETS: dict[str, dict[bool, dict[str, float]]] = {
 """What the publisher advises beyond `generation_config.json`: model id -> thinking -> sampling parameters."""
 
 
-class MediaInput(Protocol):
+class MediaInput(PreparedMedium, Protocol):
     """A prepared image or video. `text` replaces the template's `<|vision_start|>..<|vision_end|>` for it."""
 
     @property
     def text(self) -> str:
         """Ordinary text, vision markers and one pad token per feature."""
-
-    @property
-    def frames(self) -> Any:
-        """Pixels `[F, H, W, 3]` uint8, resized."""
-
-    @property
-    def mean(self) -> Sequence[float]:
-        """Normalisation: subtracted, as a share of 255."""
-
-    @property
-    def std(self) -> Sequence[float]:
-        """Normalisation: divided by, as a share of 255."""
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Slices, patch rows, patch columns."""
-
-    @property
-    def digest(self) -> bytes:
-        """Names its pixels and its grid."""
 
 
 class MediaReader(Protocol):

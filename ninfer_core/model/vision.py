@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,26 +11,11 @@ from torch.nn.functional import gelu
 from ..config import VisionConfig
 from ..errors import InvalidRequestError
 from ..kernels.vision import biased_linear, layer_norm, patch_angles, patch_rows, position_rows, segment_attention
+from ..types import Pixels
 from ..weights import VisionBlock, VisionLinear, VisionNorm, VisionWeights
 
 TILE = 8192
 """Patch rows that go through the wide layers at a time, which bounds what they need beside the residual."""
-
-
-class Pixels(Protocol):
-    """A prepared image or video: `frames [F, H, W, 3]` uint8, resized, and its normalisation per channel."""
-
-    @property
-    def frames(self) -> object:
-        """The frames as a numpy array; one for an image."""
-
-    @property
-    def mean(self) -> Sequence[float]:
-        """Subtracted, as a share of 255."""
-
-    @property
-    def std(self) -> Sequence[float]:
-        """Divided by, as a share of 255."""
 
 
 class VisionTower:

@@ -8,42 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..errors import RequestTimeoutError
-from ..types import Event, Finish, FinishReason, Timings, TokenLogprob, Usage
+from ..types import Event, Finish, FinishReason, PreparedMedium, Timings, TokenLogprob, Usage
 from .handle import RequestHandle
-
-
-class Medium(Protocol):
-    """What the engine needs of a prepared image or video."""
-
-    @property
-    def frames(self) -> Any:
-        """Pixels `[F, H, W, 3]` uint8, resized."""
-
-    @property
-    def mean(self) -> Sequence[float]:
-        """Normalisation: subtracted, as a share of 255."""
-
-    @property
-    def std(self) -> Sequence[float]:
-        """Normalisation: divided by, as a share of 255."""
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Slices, patch rows, patch columns."""
-
-    @property
-    def digest(self) -> bytes:
-        """Names its pixels and its grid."""
 
 
 class PlacedMedium(Protocol):
     """A medium and the token spans of its features: one for an image, one per pair of frames for a video."""
 
     @property
-    def media(self) -> Medium:
+    def media(self) -> PreparedMedium:
         """The medium."""
 
     @property
