@@ -165,8 +165,6 @@ class Engine(ModelCard):
     def __init__(self, options: EngineOptions, progress: Callable[[int, int], None] | None = None) -> None:
         from .runtime.loading import load_model
         from .runtime.loop import start_loop
-        from .runtime.reuse import Reuse
-        from .runtime.runner import Runner
 
         artifact = _open(store.resolve(options.model))
         super().__init__(options, artifact)
@@ -178,27 +176,11 @@ class Engine(ModelCard):
         self.plan = loaded.plan
         self.draft_tokens = loaded.draft_tokens
         self._context = loaded.plan.context_length
-        reuse = Reuse(
-            loaded.state,
-            slots=loaded.plan.slots,
-            pages=loaded.plan.pages,
-            checkpoints=loaded.plan.checkpoints,
-            chunk=loaded.chunk,
+        self._runner = loaded.runner(
+            partial(_decorate, self.frontend.tokenizer),
+            adaptive=options.adaptive_drafts,
             answers=options.cache_answers,
             describe=self.frontend.tokenizer.decode,
-        )
-        self._runner = Runner(
-            loaded.decoder,
-            loaded.mtp,
-            loaded.state,
-            reuse=reuse,
-            draft_tokens=loaded.draft_tokens,
-            prefill_chunk=loaded.chunk,
-            decorate=partial(_decorate, self.frontend.tokenizer),
-            device=loaded.device,
-            adaptive=options.adaptive_drafts,
-            tower=loaded.tower,
-            lanes=loaded.lanes,
         )
         self._pid = os.getpid()
         self._closing = threading.Lock()

@@ -232,7 +232,6 @@ class RandomSubject(Subject):
     def __init__(self, target: Target, *, draft_tokens: int, max_sequences: int, context: int | None) -> None:
         from ..runtime.loading import load_model
         from ..runtime.loop import start_loop
-        from ..runtime.reuse import Reuse
 
         config = random_config(target.random)
         source = RandomSource(config, seed=7)
@@ -252,19 +251,7 @@ class RandomSubject(Subject):
         self.kv_cache, self.draft_tokens = target.kv_cache, loaded.draft_tokens
         self.context_length = loaded.plan.context_length
         self.addressable = TOKEN_IDS.get(config.model_id, config.vocab_size)
-        reuse = Reuse(loaded.state, slots=loaded.plan.slots, pages=loaded.plan.pages, checkpoints=0, chunk=loaded.chunk)
-        self.runner = Runner(
-            loaded.decoder,
-            loaded.mtp,
-            loaded.state,
-            reuse=reuse,
-            draft_tokens=loaded.draft_tokens,
-            prefill_chunk=loaded.chunk,
-            decorate=lambda raw: [],
-            device=loaded.device,
-            adaptive=False,
-            lanes=loaded.lanes,
-        )
+        self.runner = loaded.runner(lambda raw: [], adaptive=False)
         self._scheduler, self._loop = start_loop(
             self.runner,
             max_sequences=max_sequences,

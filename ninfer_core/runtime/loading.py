@@ -6,8 +6,9 @@ import gc
 import importlib.util
 import logging
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,10 +22,14 @@ from ..model.vision import VisionTower, tower_workspace
 from ..packed_tree import PackedWeights
 from ..staging import Progress, transfer
 from ..state import FusedState, State
+from ..types import TokenLogprob
 from ..weights import load_tower, load_weights
 from .flights import LaneRounds
 from .options import EngineOptions
 from .planning import Plan, budget_of, plan
+from .reuse import Reuse
+from .runner import Runner
+from .sampler import RawLogprob
 
 if TYPE_CHECKING:
     from ..model.fused import FusedDecoder, FusedMTP
@@ -58,6 +63,38 @@ class LoadedModel:
     tower: VisionTower | None
     chunk: int
     lanes: LaneRounds | None = None
+
+    def runner(
+        self,
+        decorate: Callable[[Sequence[RawLogprob]], list[TokenLogprob]],
+        *,
+        adaptive: bool,
+        answers: bool = True,
+        describe: Callable[[Sequence[Any]], str] = str,
+    ) -> Runner:
+        """What runs sequences on it; `answers` and `describe` are those of `Reuse`, the rest of `Runner`."""
+        reuse = Reuse(
+            self.state,
+            slots=self.plan.slots,
+            pages=self.plan.pages,
+            checkpoints=self.plan.checkpoints,
+            chunk=self.chunk,
+            answers=answers,
+            describe=describe,
+        )
+        return Runner(
+            self.decoder,
+            self.mtp,
+            self.state,
+            reuse=reuse,
+            draft_tokens=self.draft_tokens,
+            prefill_chunk=self.chunk,
+            decorate=decorate,
+            device=self.device,
+            adaptive=adaptive,
+            tower=self.tower,
+            lanes=self.lanes,
+        )
 
     def free(self) -> None:
         """Give a GPU's memory back now. The loop has ended: nothing runs on the model any more."""
