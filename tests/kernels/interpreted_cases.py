@@ -5,10 +5,8 @@ Run with TRITON_INTERPRET=1 in a process of its own: the interpreter is chosen w
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-import traceback
+from functools import partial
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -24,7 +22,7 @@ from ninfer_core.kernels import (
     moe_decode,
 )
 from ninfer_core.kernels._order import GROUP, Activation, pack_codes, quantize_rows_ref
-from tests.kernels.interpreter import quicken
+from tests.kernels.interpreter import run
 
 NAN = float("nan")
 EXACT = 1e-6
@@ -325,21 +323,5 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
 }
 
 
-def main(names: list[str]) -> None:
-    """Run the named cases, or all."""
-    torch.set_num_threads(1)
-    quicken()
-    for name in names or CASES:
-        case, *arguments = CASES[name]
-        torch.manual_seed(0)
-        began = time.process_time()
-        try:
-            case(*arguments)
-            fault = None
-        except Exception:
-            fault = traceback.format_exc()[-3000:]
-        print(json.dumps({"case": name, "fault": fault, "seconds": round(time.process_time() - began, 1)}), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run({name: partial(*case) for name, case in CASES.items()}, sys.argv[1:])

@@ -6,10 +6,8 @@ bf16 off instead of rounding it, so the tolerances are twice those of the format
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-import traceback
+from functools import partial
 
 import torch
 import triton
@@ -28,7 +26,7 @@ from ninfer_core.model.fused_prefill import FusedPrefill, prefill_bytes
 from ninfer_core.model.mtp import MTP
 from ninfer_core.packed import random_packed, reference_weights
 from ninfer_core.state import DeltaState, FusedState, KVLayer, State
-from tests.kernels.interpreter import quicken
+from tests.kernels.interpreter import run
 
 NAN = float("nan")
 EXACT = 1e-6
@@ -293,21 +291,5 @@ CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
 }
 
 
-def main(names: list[str]) -> None:
-    """Run the named cases, or all."""
-    torch.set_num_threads(1)
-    quicken()
-    for name in names or CASES:
-        case, *arguments = CASES[name]
-        torch.manual_seed(0)
-        began = time.process_time()
-        try:
-            case(*arguments)
-            fault = None
-        except Exception:
-            fault = traceback.format_exc()[-3000:]
-        print(json.dumps({"case": name, "fault": fault, "seconds": round(time.process_time() - began, 1)}), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run({name: partial(*case) for name, case in CASES.items()}, sys.argv[1:])

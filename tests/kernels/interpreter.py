@@ -1,10 +1,15 @@
-"""Triton's interpreter without what it repeats to no effect: half of its time on kernels of small tensors."""
+"""Programs of cases under Triton's interpreter, without what it repeats to no effect: half of its time on small tensors."""
 
 from __future__ import annotations
 
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from triton.runtime import interpreter
 
 patched: set[int] = set()
@@ -26,3 +31,18 @@ def quicken() -> None:
     assert not options.debug, "with debug the overflow checks count"
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     interpreter.InterpretedFunction.__call__ = call
+
+
+def run(cases: Mapping[str, Callable[[], None]], names: Sequence[str]) -> None:
+    """Run the named cases, or all, and print one JSON line each."""
+    torch.set_num_threads(1)
+    quicken()
+    for name in names or cases:
+        torch.manual_seed(0)
+        began = time.process_time()
+        try:
+            cases[name]()
+            fault = None
+        except Exception:
+            fault = traceback.format_exc()[-3000:]
+        print(json.dumps({"case": name, "fault": fault, "seconds": round(time.process_time() - began, 1)}), flush=True)

@@ -5,9 +5,7 @@ Run with TRITON_INTERPRET=1 in a process of its own: the interpreter is chosen w
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
 
 import torch
 
@@ -21,7 +19,7 @@ from ninfer_core.kernels.sampling import pick, uniform
 from ninfer_core.runtime.flights import Start
 from ninfer_core.runtime.graphs import DeviceRounds
 from ninfer_core.runtime.validation import SamplingParams
-from tests.kernels.interpreter import quicken
+from tests.kernels.interpreter import run
 
 VOCABULARY, ADDRESSABLE = 2048, 2000
 LAWS = [
@@ -196,18 +194,5 @@ CASES = {
 }  # fmt: skip
 
 
-def main(names):
-    """Run the cases named, or all."""
-    quicken()
-    for name in names or CASES:
-        torch.manual_seed(0)
-        try:
-            CASES[name]()
-            fault = None
-        except Exception:
-            fault = traceback.format_exc()[-2000:]
-        print(json.dumps({"case": name, "fault": fault}), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(CASES, sys.argv[1:])

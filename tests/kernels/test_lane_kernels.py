@@ -6,28 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 
 import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.test_decode_kernels import HERE, ROOT, lines
+from tests.kernels.programs import HERE, ROOT, interpreted
 
 CASES = (
     "draw", "draw ties", "draw sick", "accept", "open and keep", "rope", "finish", "draft input", "workspace",
 )  # fmt: skip
 
 
-@cache
-def interpreted() -> dict[str, str | None]:
-    """Every case's fault."""
-    return {line["case"]: line["fault"] for line in lines("lane_cases.py", *CASES, interpret=True)}
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_against_the_host(case):
-    assert interpreted()[case] is None, interpreted()[case]
+    fault = interpreted("lane_cases.py", CASES)[case]
+    assert fault is None, fault
 
 
 HIDDEN = 0.06
