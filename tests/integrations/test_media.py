@@ -183,7 +183,7 @@ def test_a_drawn_file_changes_what_the_demo_model_says(
 
 
 def test_the_profile_tells_of_the_tower(tower: Engine) -> None:
-    named = ChatNInfer(model="demo", engine="never-loaded", engine_options={"vision": True})
+    named = ChatNInfer(model="demo", engine="never-loaded-tower", engine_options={"vision": True})
     remote = ChatNInfer.from_engine(tower, allow_remote_media=True)
     assert remote.profile["image_url_inputs"] and named.profile["image_url_inputs"] is False
     for profile in (named.profile, ChatNInfer.from_engine(tower).profile):
