@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 from ninfer_cli.server.app import build_app
 from ninfer_cli.server.settings import ServerSettings
 
@@ -19,40 +15,29 @@ from ninfer_core import Engine, get_engine
 from ninfer_core.runtime.validation import check_request
 from ninfer_core.testing import ScriptedEngine
 from ninfer_core.types import Image, Request, Video
+from tests.serving import serving
 
 
 @contextlib.contextmanager
-def serving(engine: Any, **settings: Any) -> Iterator[str]:
+def address(engine: Any, **settings: Any) -> Iterator[str]:
     """The address of a server over an engine; the caller closes the engine."""
-    config = uvicorn.Config(build_app(engine, ServerSettings(**settings)), log_level="error", lifespan="on")
-    server = uvicorn.Server(config)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server did not start"
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with serving(build_app(engine, ServerSettings(**settings))) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
     """A factory of servers: `serve(engine, api_keys=("k",))` returns the address."""
     with contextlib.ExitStack() as stack:
-        yield lambda engine, **settings: stack.enter_context(serving(engine, **settings))
+        yield lambda engine, **settings: stack.enter_context(address(engine, **settings))
 
 
 @pytest.fixture(scope="session")
 def demo_server() -> Iterator[str]:
     """The demo model behind a server; it is the same engine that the in-process tests use."""
     engine = get_engine("default", None)
-    with serving(engine.load()) as address:
-        yield address
+    with address(engine.load()) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
@@ -65,8 +50,8 @@ def tower() -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def served_tower(tower: Engine) -> Iterator[str]:
     """The same behind a server."""
-    with serving(tower) as address:
-        yield address
+    with address(tower) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

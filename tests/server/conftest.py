@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from ninfer_cli.server.app import build_app
 from ninfer_cli.server.settings import ServerSettings
 
 from ninfer_core.testing import Script, ScriptedEngine
 from ninfer_core.types import Message, Text
+from tests.serving import serving
 
 DATA = Path(__file__).resolve().parents[1] / "data/server"
 
@@ -58,24 +56,15 @@ class Running:
 def running(engine: ScriptedEngine, **settings: Any) -> Iterator[Running]:
     """Serve an engine on a free port."""
     app = build_app(engine, ServerSettings(**settings))
-    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2, lifespan="on")
-    server = uvicorn.Server(config)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server did not start"
-        time.sleep(0.005)
-    handle = Running(engine, listener.getsockname()[1], app.state.server)
     try:
-        yield handle
+        with serving(app) as port:
+            handle = Running(engine, port, app.state.server)
+            try:
+                yield handle
+            finally:
+                handle.http.close()
     finally:
-        handle.http.close()
-        server.should_exit = True
-        thread.join(10)
         engine.close()
-        assert not thread.is_alive(), "the server did not stop"
 
 
 @pytest.fixture(scope="session")

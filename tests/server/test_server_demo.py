@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +12,12 @@ import httpx
 import ollama
 import openai
 import pytest
-import uvicorn
 from ninfer_cli.server.app import build_app
 from ninfer_cli.server.settings import ServerSettings
 
 from ninfer_core.engine import Engine
 from ninfer_core.store import demo_path
+from tests.serving import serving
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -28,17 +26,8 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Franc
 def demo() -> Iterator[tuple[str, Engine]]:
     """The address of a server over the demo engine."""
     engine = Engine.load("demo", device="cpu", max_sequences=2, threads=1)
-    app = build_app(engine, ServerSettings(slots=2), artifact=demo_path())
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}", engine
-    server.should_exit = True
-    thread.join(10)
+    with serving(build_app(engine, ServerSettings(slots=2), artifact=demo_path())) as port:
+        yield f"http://127.0.0.1:{port}", engine
     engine.close()
 
 

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from ninfer_cli.server.context import Fairness
 
 from ninfer_core.errors import EngineBusyError
 from ninfer_core.testing import Delay, Refuse, Reply, Script, ScriptedEngine, Wait
+from tests import serving
 
 from .conftest import Running
 
@@ -45,13 +47,7 @@ def raw_request(server: Running, path: str, body: dict[str, Any], buffer: int | 
     return connection
 
 
-def wait_for(condition: Any, seconds: float = 3.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
+wait_for = partial(serving.wait_for, seconds=3.0)
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +256,7 @@ def test_a_client_that_does_not_read_is_given_up(serve: Any) -> None:
     server = serve(engine, stall_timeout=0.3)
     body = {**STREAMS["/v1/chat/completions"], "logprobs": True, "top_logprobs": 20}
     connection = raw_request(server, "/v1/chat/completions", body, buffer=4096)
-    assert wait_for(lambda: 'outcome="stalled"' in server.http.get("/metrics").text, 25)
+    assert wait_for(lambda: 'outcome="stalled"' in server.http.get("/metrics").text, seconds=25)
     assert server.idle()
     connection.close()
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +12,12 @@ import httpx
 import ollama
 import openai
 import pytest
-import uvicorn
 from ninfer_cli.server.app import build_app
 from ninfer_cli.server.settings import ServerSettings
 
 from ninfer_core.engine import Engine
 from ninfer_core.store import demo_path
+from tests.serving import serving
 
 Picture = pytest.importorskip("PIL.Image")
 COLOURS = {"red": (220, 30, 30), "green": (30, 160, 50), "blue": (40, 70, 220), "yellow": (240, 220, 40)}
@@ -44,17 +41,8 @@ def url_of(colour: str) -> str:
 @pytest.fixture(scope="module")
 def demo() -> Iterator[tuple[str, Engine]]:
     engine = Engine.load("demo", device="cpu", max_sequences=2, threads=1, vision=True)
-    app = build_app(engine, ServerSettings(slots=2), artifact=demo_path())
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}", engine
-    server.should_exit = True
-    thread.join(10)
+    with serving(build_app(engine, ServerSettings(slots=2), artifact=demo_path())) as port:
+        yield f"http://127.0.0.1:{port}", engine
     engine.close()
 
 

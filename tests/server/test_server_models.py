@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ninfer_cli.server.settings import ServerSettings
 from ninfer_core import store
 from ninfer_core.errors import ArtifactError, InvalidRequestError
 from ninfer_core.testing import Reply, Script, ScriptedEngine, Wait
+from tests import serving
 
 from .conftest import Running, running
 
@@ -112,13 +114,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
+wait_for = partial(serving.wait_for, seconds=5.0)
 
 
 def test_a_request_for_another_model_switches(start: Any, models: ScriptedModels) -> None:
@@ -296,7 +292,7 @@ def test_loading_that_takes_too_long(start: Any, models: ScriptedModels) -> None
     assert refused.headers["retry-after"] == "10"
     health = server.http.get("/health")
     assert health.status_code == 503 and health.json()["status"] == "loading"
-    assert wait_for(lambda: server.state.host.loading is None, 10)
+    assert wait_for(lambda: server.state.host.loading is None, seconds=10)
     assert text_of(ask(server, "beta")) == "beta" and models.events == ["close alpha", "load beta"]
 
 

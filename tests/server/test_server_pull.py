@@ -8,9 +8,10 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ninfer_cli.server.settings import ServerSettings
 from ninfer_core import library, store
 from ninfer_core.pull import Options
 from ninfer_core.remote import Transfer
+from tests import serving
 
 from .conftest import Running, running
 from .test_server_models import ScriptedModels
@@ -53,13 +55,7 @@ def server(hub: FakeHub) -> Iterator[Running]:
         yield server
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
+wait_for = partial(serving.wait_for, seconds=10.0)
 
 
 def test_progress_as_clients_expect_it(server: Running, hub: FakeHub) -> None:
