@@ -78,7 +78,8 @@ def test_rm_of_a_loaded_model_needs_force(cli: Any, start: Any, models: Scripted
     assert (tmp_path / "models/alpha").exists()
     cli(server, "rm", "beta")
     cli(server, "rm", "alpha", "--force")
-    assert models.events == ["close alpha"] and not (tmp_path / "models/alpha").exists()
+    assert not (tmp_path / "models/alpha").exists()
+    assert wait_for(lambda: models.events == ["close alpha"]), "the server unloads it behind its answer"
 
 
 def test_a_server_with_keys(cli: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

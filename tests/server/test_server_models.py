@@ -114,7 +114,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-wait_for = partial(serving.wait_for, seconds=5.0)
+wait_for = partial(serving.wait_for, seconds=20.0)
 
 
 def test_a_request_for_another_model_switches(start: Any, models: ScriptedModels) -> None:
