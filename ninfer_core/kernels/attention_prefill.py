@@ -1,4 +1,4 @@
-"""Triton prefill attention on INT8 pages: norm, rotation and append, pages to fp16, causal softmax, output gate.
+"""Triton prefill attention on INT8 or bf16 pages: norm, rotation, append, pages to fp16, causal softmax, output gate.
 
 The keys and values of a chunk go into the pages first, so that a row sees the same rounded values whenever it is
 computed. The pages of the sequence are then opened once into fp16, which every tile of queries reads.
@@ -18,6 +18,12 @@ from ._dequant import round_bytes
 
 PART = 1024
 """Keys before a chunk are cut into parts of 32, 16, 8, 4, 2 and 1 times this."""
+FINE, COARSE = 512, 2048
+"""The fused attention of cuDNN takes rows in multiples of these, in the first part of a prompt and behind it."""
+FEWEST = 2048
+"""Rows from which it is asked."""
+LARGEST = 65504.0
+"""The largest value of fp16: what a bf16 page holds beyond it is cut there."""
 
 
 @triton.jit
@@ -34,7 +40,7 @@ def encode_groups(x, R: tl.constexpr):
 @triton.jit(do_not_specialize=["start", "rows"])
 def append_kernel(
     projected, q_gain, k_gain, cos, sin, q_out, codes, scales, table, start, rows, pages, eps, first_head,
-    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Programs (head from `first_head`, R rows): queries fp16 [T, H, 256], normed and rotated; keys, values into pages.
 
@@ -69,13 +75,19 @@ def append_kernel(
         token = start + t
         page = tl.load(table + token // 64, mask=live, other=0).to(tl.int64)
         place = ((head - H).to(tl.int64) * pages + page) * 64 + token % 64  # planes of keys, then of values
-        code, scale = encode_groups(x, R)
-        tl.store(codes + place[:, None] * 256 + d[None, :], code, mask=live[:, None])
-        tl.store(scales + place[:, None] * 4 + tl.arange(0, 4)[None, :], scale, mask=live[:, None])
+        line_of = codes + place[:, None] * 256 + d[None, :]
+        if INT8:
+            code, scale = encode_groups(x, R)
+            tl.store(line_of, code, mask=live[:, None])
+            tl.store(scales + place[:, None] * 4 + tl.arange(0, 4)[None, :], scale, mask=live[:, None])
+        else:
+            tl.store(line_of, x.to(tl.bfloat16), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["length", "room"])
-def open_pages_kernel(codes, scales, table, out, length, room, pages, R: tl.constexpr):
+def open_pages_kernel(
+    codes, scales, table, out, length, room, pages, R: tl.constexpr, INT8: tl.constexpr, MOST: tl.constexpr
+):
     """Programs (R tokens, plane): tokens of the sequence in order as fp16 [2 KH, room, 256]; zeros from `length`."""
     plane = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * R + tl.arange(0, R)
@@ -83,10 +95,14 @@ def open_pages_kernel(codes, scales, table, out, length, room, pages, R: tl.cons
     d = tl.arange(0, 256)
     page = tl.load(table + token // 64, mask=token < length, other=0).to(tl.int64)
     place = (plane * pages + page) * 64 + token % 64
-    code = tl.load(codes + place[:, None] * 256 + d[None, :], mask=live, other=0)
-    scale = tl.load(scales + place[:, None] * 4 + (d // 64)[None, :], mask=live, other=0.0)
-    value = (code.to(tl.float32) * scale.to(tl.float32)).to(tl.float16)
-    tl.store(out + (plane * room + token)[:, None] * 256 + d[None, :], value, mask=(token < room)[:, None])
+    value = tl.load(codes + place[:, None] * 256 + d[None, :], mask=live, other=0).to(tl.float32)
+    if INT8:
+        value *= tl.load(scales + place[:, None] * 4 + (d // 64)[None, :], mask=live, other=0.0).to(tl.float32)
+    else:
+        value = tl.minimum(tl.maximum(value, -MOST), MOST)
+    tl.store(
+        out + (plane * room + token)[:, None] * 256 + d[None, :], value.to(tl.float16), mask=(token < room)[:, None]
+    )
 
 
 @triton.jit
@@ -192,7 +208,7 @@ def append(
     cos: torch.Tensor,
     sin: torch.Tensor,
     codes: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     table: torch.Tensor,
     start: int,
     q: torch.Tensor | None,
@@ -205,22 +221,25 @@ def append(
     Args:
         projected: bf16 [T, 2 (H + K) 256], query, key, gate, value.
         q_gain, k_gain: bf16 [256]. cos, sin: fp32 [T, 64] (the sine carries the sign of its half).
-        codes: int8 [2, K, pages, 64, 256], scales: fp16 [2, K, pages, 64, 4].
+        codes: int8 [2, K, pages, 64, 256] with scales fp16 [2, K, pages, 64, 4], or bf16 without.
         table: int32 [P] page numbers. start: token index of the first row.
     """
     rows, kv_heads = projected.shape[0], codes.shape[1]
     first = heads if q is None else 0
     block = 16
     append_kernel[(heads + 2 * kv_heads - first, triton.cdiv(rows, block))](
-        projected, q_gain, k_gain, cos, sin, projected if q is None else q, codes, scales, table, start, rows,
-        codes.shape[2], eps, first, H=heads, KH=kv_heads, R=block, num_warps=4,
+        projected, q_gain, k_gain, cos, sin, projected if q is None else q, codes, codes if scales is None else scales,
+        table, start, rows, codes.shape[2], eps, first,
+        H=heads, KH=kv_heads, R=block, INT8=scales is not None, num_warps=4,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWorkspace:
-    """Buffers of a chunk of T rows: `q` fp16 [T, H, 256], `kv` fp16 [2 K, room, 256] (room a multiple of 128 that
-    holds all tokens), `acc` fp32 [T, H * 256], `sums` fp32 [2, H, T] and `part` fp16 [T, H * 256].
+    """Buffers for chunks of up to T rows that end within `room` tokens, the same for every chunk.
+
+    `q` fp16 [at least T, H, 256], `kv` fp16 [2 K, room, 256], `acc` fp32 [T, H * 256], `sums` fp32 [2, H * T] and
+    `part` fp16 [T, H * 256].
     """
 
     q: torch.Tensor
@@ -228,6 +247,39 @@ class AttentionWorkspace:
     acc: torch.Tensor
     sums: torch.Tensor
     part: torch.Tensor
+
+
+def query_rows(rows: int) -> int:
+    """Rows of `AttentionWorkspace.q` for chunks of up to `rows` rows: what they are padded to."""
+    return -(-rows // COARSE) * COARSE if rows >= FEWEST else rows
+
+
+def room_for(tokens: int) -> int:
+    """Tokens of `AttentionWorkspace.kv` for sequences of up to `tokens` tokens: padded rows see so many keys."""
+    return -(-(tokens + COARSE) // 128) * 128
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a chunk is computed. `lead`: place of its first row in the buffer of queries; `padded`: rows of the fused
+    attention, which begin at a multiple of `PART`; 0: one Triton kernel, without padding.
+
+    cuDNN makes a plan for every shape and stride, 70 ms each and anew in every thread: so there are few, whatever the
+    lengths of prompts, and `planned` lists them.
+    """
+
+    lead: int = 0
+    padded: int = 0
+
+    @staticmethod
+    def of(start: int, rows: int, capacity: int, fused: bool) -> Route:
+        """Of rows `start .. start + rows - 1`, given the rows of the buffer of queries and whether cuDNN serves it."""
+        if not fused or rows < FEWEST:
+            return Route()
+        lead = start % PART
+        step = COARSE if start >= PART else FINE
+        padded = -(-(lead + rows) // step) * step
+        return Route(lead, padded) if padded <= capacity else Route()
 
 
 def part_lengths(start: int) -> list[int]:
@@ -240,20 +292,47 @@ def part_lengths(start: int) -> list[int]:
     return found
 
 
-def _fused_parts(work: AttentionWorkspace, start: int, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Attention of the chunk over itself, then over the parts before it: outputs [H, T, 256] and log sums [H, T]."""
-    heads = work.q.shape[1]
+def planned(capacity: int, room: int) -> list[tuple[int, int, bool]]:
+    """Every (rows, keys, causal) that the fused attention is asked for, the likeliest first.
+
+    `capacity` and `room`: of the workspace's queries and keys.
+    """
+    later = range(capacity // COARSE * COARSE, 0, -COARSE)
+    found = [(rows, rows, True) for rows in later]
+    for rows in later:
+        found += [(rows, PART << n, False) for n in range(5, -1, -1) if (PART << n) <= room]
+    first = range(capacity // FINE * FINE, FEWEST - 1, -FINE)
+    return found + [(rows, rows, True) for rows in first if rows % COARSE]
+
+
+def fused_part(
+    work: AttentionWorkspace, padded: int, first: int, length: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cuDNN's attention of the first `padded` queries over keys first .. first + length - 1.
+
+    Returns:
+        Outputs fp16 [H, padded, 256] (strided) and logarithms of the softmax sums fp32 [H, padded].
+    """
     kv_heads = work.kv.shape[0] // 2
-    q = work.q.transpose(0, 1)[None]
-    first = start
-    for number, length in enumerate([rows, *part_lengths(start)]):
+    key, value = (work.kv[i : i + kv_heads, first : first + length][None] for i in (0, kv_heads))
+    query = work.q[:padded].transpose(0, 1)[None]
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, causal, False, scale=1.0
+    )
+    return found[0][0], found[1].view(work.q.shape[1], padded)
+
+
+def _fused_parts(
+    work: AttentionWorkspace, start: int, rows: int, route: Route
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Attention of the chunk over itself, then over the parts before it: outputs [H, T, 256] and log sums [H, T]."""
+    first, own = start - route.lead, slice(route.lead, route.lead + rows)
+    for number, length in enumerate([route.padded, *part_lengths(first)]):
         if number:
-            first = (start if number == 1 else first) - length
-        key, value = (work.kv[i : i + kv_heads, first : first + length][None] for i in (0, kv_heads))
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, key, value, None, True, 0.0, number == 0, False, scale=1.0
-        )  # fmt: skip
-        yield found[0][0], found[1].view(heads, rows)
+            first -= length
+        part, sums = fused_part(work, route.padded, first, length, number == 0)
+        yield part[:, own], sums[:, own]
+        del part, sums
 
 
 def _flash(
@@ -265,40 +344,44 @@ def _flash(
         work.q, work.kv, work.part, work.sums[1], start, rows, work.kv.shape[1],
         H=heads, KH=kv_heads, BM=block_m, BN=block_n, **tiling.launch(work.q, warps, stages),
     )  # fmt: skip
-    return work.part.view(rows, heads, 256).transpose(0, 1), work.sums[1]
+    sums = work.sums[1, : heads * rows].view(heads, rows)
+    return work.part[:rows].view(rows, heads, 256).transpose(0, 1), sums
 
 
 def attention_chunk(
     projected: torch.Tensor,
     codes: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     table: torch.Tensor,
     start: int,
     work: AttentionWorkspace,
     out: torch.Tensor,
     *,
     heads: int,
+    route: Route,
 ) -> None:
     """Gated attention of a chunk whose keys and values are in the pages and whose queries are in `work.q` (`append`).
 
-    Whole chunks on Hopper cards by the fused attention of cuDNN, over parts of the keys, joined here: few shapes, as
-    each costs it a plan. Others by one Triton kernel.
-
     Args:
         projected, codes, scales, table, start: as `append`.
-        work: buffers of exactly T rows. out: bf16 [T, H * 256].
+        work: buffers for at least T rows; the queries begin at row `route.lead`.
+        out: bf16 [T, H * 256].
+        route: `Route.of` these rows. Padded rows are computed and left out; no other row sees theirs.
     """
     rows, kv_heads, room = projected.shape[0], codes.shape[1], work.kv.shape[1]
-    open_pages_kernel[(room // 64, 2 * kv_heads)](
-        codes, scales, table, work.kv, start + rows, room, codes.shape[2], R=64, num_warps=8
-    )
-    if tiling.fused_attention(projected) and start % PART == 0 and rows % (PART // 2) == 0:
-        count, parts = 1 + len(part_lengths(start)), _fused_parts(work, start, rows)
+    end = start - route.lead + route.padded if route.padded else -(-(start + rows) // 128) * 128
+    open_pages_kernel[(triton.cdiv(end, 64), 2 * kv_heads)](
+        codes, codes if scales is None else scales, table, work.kv, start + rows, room, codes.shape[2],
+        R=64, INT8=scales is not None, MOST=LARGEST, num_warps=8,
+    )  # fmt: skip
+    if route.padded:
+        count, parts = 1 + len(part_lengths(start - route.lead)), _fused_parts(work, start, rows, route)
     else:
         tile = tiling.flash_tile_of(tiling.family(projected))
         count, parts = 1, iter((_flash(work, start, rows, heads, kv_heads, tile),))
     for number, (part, part_sums) in enumerate(parts):
         join_kernel[(heads, triton.cdiv(rows, 16))](
-            part, part_sums, work.acc, work.sums[0], projected, out, rows, part_sums.shape[-1], part.stride(0),
+            part, part_sums, work.acc, work.sums[0], projected, out, rows, part_sums.stride(0), part.stride(0),
             part.stride(1), H=heads, KH=kv_heads, R=16, FIRST=number == 0, LAST=number + 1 == count, num_warps=4,
         )  # fmt: skip
+        del part, part_sums  # the next part takes as much

@@ -8,6 +8,7 @@ what the decode kernels read next: the recurrent state committed, the last rows 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,7 +19,7 @@ from ..config import ModelConfig
 from ..errors import InvalidRequestError
 from ..kernels import attention_prefill as attention
 from ..kernels import moe_prefill as moe
-from ..kernels._tiles_prefill import expert_tiles
+from ..kernels._tiles_prefill import expert_tiles, fused_attention
 from ..kernels.gated_delta_prefill import DeltaWorkspace, gated_delta_chunk
 from ..kernels.linear_prefill import packed_product, product, rows_of
 from ..kernels.norm_prefill import add_norm, embed_rows, swiglu
@@ -29,9 +30,6 @@ from .decoder import Indices
 
 SCRATCH = 64 << 20
 """Values of the scratch that dense weights are opened into, 128 MB: a wider matrix is opened and used in parts."""
-
-ROOM = 128
-"""The scratch of opened pages holds tokens in multiples of this."""
 
 
 def _align(nbytes: int) -> int:
@@ -81,15 +79,15 @@ class _AttentionBuffers:
 
     @staticmethod
     def take(memory: Tensor | None, config: ModelConfig, rows: int, tokens: int) -> tuple[_AttentionBuffers, int]:
-        """For `rows` rows, of which the last is among the first `tokens` tokens."""
+        """For up to `rows` rows among the first `tokens` tokens."""
         b, heads = _Buffers(memory), config.num_attention_heads
-        room = -(-tokens // ROOM) * ROOM
+        room = attention.room_for(tokens)
         proj, mixed = b.take(rows, 2 * (config.query_width + config.kv_width)), b.take(rows, config.query_width)
         work = attention.AttentionWorkspace(
-            q=b.take(rows, heads, config.head_dim, dtype=torch.float16),
+            q=b.take(attention.query_rows(rows), heads, config.head_dim, dtype=torch.float16),
             kv=b.take(2 * config.num_key_value_heads, room, config.head_dim, dtype=torch.float16),
             acc=b.take(rows, config.query_width, dtype=torch.float32),
-            sums=b.take(2, heads, rows, dtype=torch.float32),
+            sums=b.take(2, heads * rows, dtype=torch.float32),
             part=b.take(rows, config.query_width, dtype=torch.float16),
         )
         return _AttentionBuffers(proj, mixed, work), b.used
@@ -179,15 +177,20 @@ class _Views:
     def __init__(self, work: PrefillWorkspace) -> None:
         memory, config = work.memory, work.config
         self.gdn = lru_cache(4)(lambda rows: _GdnBuffers.take(memory, config, rows)[0])
-        self.attention = lru_cache(4)(lambda rows, tokens: _AttentionBuffers.take(memory, config, rows, tokens)[0])
+        tokens = max(work.context, work.rows)  # one layout for all chunks: plans of the fused attention know strides
+        self.attention = _AttentionBuffers.take(memory, config, work.rows, tokens)[0]
         self.moe = lru_cache(4)(lambda rows, tokens: _MoeBuffers.take(memory, config, rows, tokens)[0])
         self.mlp = lru_cache(4)(lambda rows: _MlpBuffers.take(memory, config, rows)[0])
 
 
 def prefill_bytes(config: ModelConfig, rows: int, context: int) -> int:
-    """Bytes that a `FusedPrefill` takes beside the weights, without allocating: workspace and routers."""
+    """Bytes that a `FusedPrefill` takes beside the weights, without allocating: workspace, routers, and what lives for
+    one chunk: the hidden rows, once more with the row that waited, and one result of the fused attention.
+    """
     routers = config.num_hidden_layers * router_rows(config.num_experts) * config.hidden_size * 2
-    return PrefillWorkspace(config, "meta", rows=rows, context=context).nbytes + (routers if config.is_moe else 0)
+    workspace = PrefillWorkspace(config, "meta", rows=rows, context=context).nbytes
+    passing = rows * (2 * 4 * config.hidden_size + 2 * config.query_width + 4 * config.num_attention_heads)
+    return workspace + passing + (routers if config.is_moe else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,7 @@ class _Chunk:
     table: Tensor
     cos: Tensor
     sin: Tensor
+    route: attention.Route
 
 
 class FusedPrefill:
@@ -217,6 +221,7 @@ class FusedPrefill:
         self.device = weights.final_norm.device
         self.work = PrefillWorkspace(config, self.device, rows=rows, context=context)
         self._views = _Views(self.work)
+        self.fused = fused_attention(weights.final_norm)
         self.routers = [self._router(layer.ffn) for layer in weights.layers]
 
     def _router(self, ffn: PackedMoe | PackedMlp) -> Tensor | None:
@@ -227,6 +232,21 @@ class FusedPrefill:
         out = ffn.router.new_zeros(router_rows(count - 1), width)
         out[:count, moe.slots(width, self.device)] = ffn.router
         return out
+
+    @torch.inference_mode()
+    def warm(self) -> Iterator[None]:
+        """Have the matrix library and the fused attention get ready for what prompts will ask of them, step by step.
+
+        Both do so for the thread that calls. Not between the layers of a chunk: the buffers are theirs.
+        """
+        u = self.work.u[:64]
+        product(u, u, self.work.out[: u.shape[0], : u.shape[0]])
+        yield
+        own = self._views.attention.attention
+        if self.fused:
+            for rows, keys, causal in attention.planned(own.q.shape[0], own.kv.shape[1]):
+                attention.fused_part(own, rows, 0, keys, causal)
+                yield
 
     @torch.inference_mode()
     def chunk(
@@ -292,9 +312,9 @@ class FusedPrefill:
         packed_product(pair, mtp.proj, work.scratch, out)
         add_norm(out, None, mtp.layer.input_norm, u, self.eps)
         mixer, kv = mtp.layer.mixer, state.mtp_kv[0]
-        assert isinstance(mixer, PackedAttention) and kv.scales is not None
+        assert isinstance(mixer, PackedAttention)
         queries, values = self.config.query_width, self.config.kv_width
-        proj = _AttentionBuffers.take(work.memory, self.config, rows, rows)[0].proj
+        proj = self._views.attention.proj[:rows]
         for first, last in ((queries, queries + values), (2 * queries + values, 2 * (queries + values))):
             packed_product(u, rows_of(mixer.proj, first, last), work.scratch, proj[:, first:last])
         attention.append(
@@ -319,7 +339,8 @@ class FusedPrefill:
             positions = torch.arange(start, start + rows, device=self.device)
         config = self.config
         cos, sin = rope_tables(positions, config.rotary_dim, config.rope_theta, config.mrope_section)
-        return _Chunk(rows, slot, start, table, cos, sin)
+        route = attention.Route.of(start, rows, self._views.attention.attention.q.shape[0], self.fused)
+        return _Chunk(rows, slot, start, table, cos, sin, route)
 
     def _embed(self, tokens: Tensor, embeddings: tuple[Tensor, Tensor] | None, x: Tensor) -> None:
         embed_rows(self.weights.embedding, tokens.to(device=self.device, dtype=torch.int32), x)
@@ -342,18 +363,18 @@ class FusedPrefill:
             )  # fmt: skip
             packed_product(g.mixed, mixer.output, work.scratch, out)
             return
-        assert isinstance(store, KVLayer) and store.scales is not None
-        a = self._views.attention(rows, call.start + rows)
-        heads = config.num_attention_heads
-        packed_product(u, mixer.proj, work.scratch, a.proj)
+        assert isinstance(store, KVLayer)
+        buffers, heads, lead = self._views.attention, config.num_attention_heads, call.route.lead
+        proj, mixed, own = buffers.proj[:rows], buffers.mixed[:rows], buffers.attention
+        packed_product(u, mixer.proj, work.scratch, proj)
         attention.append(
-            a.proj, mixer.q_norm, mixer.k_norm, call.cos, call.sin, store.codes, store.scales, call.table, call.start,
-            a.attention.q, heads=heads, eps=self.eps,
+            proj, mixer.q_norm, mixer.k_norm, call.cos, call.sin, store.codes, store.scales, call.table, call.start,
+            own.q[lead : lead + rows], heads=heads, eps=self.eps,
         )  # fmt: skip
         attention.attention_chunk(
-            a.proj, store.codes, store.scales, call.table, call.start, a.attention, a.mixed, heads=heads
+            proj, store.codes, store.scales, call.table, call.start, own, mixed, heads=heads, route=call.route
         )
-        packed_product(a.mixed, mixer.output, work.scratch, out)
+        packed_product(mixed, mixer.output, work.scratch, out)
 
     def _ffn(self, layer: PackedLayer, index: int, rows: int, next_norm: Tensor, next_u: Tensor) -> None:
         """Residual sum of `work.out`, the MLP, and the next layer's normed rows into `next_u`."""

@@ -75,8 +75,11 @@ def cases(capability: int) -> Iterator[Case]:
     yield "gdn scan", gated_delta_prefill.scan_kernel, warps, stages, constants, {}
     yield "gdn output", gated_delta_prefill.mixer_output_kernel, 4, 3, heads, {}
     shape = {"H": 24, "KH": 4}
-    yield "append", attention_prefill.append_kernel, 4, 3, shape | {"R": 16}, {}
-    yield "open pages", attention_prefill.open_pages_kernel, 8, 3, {"R": 64}, {"out": "*fp16"}
+    for int8 in (True, False):
+        pages = {} if int8 else {"codes": "*bf16", "scales": "*bf16"}
+        yield "append", attention_prefill.append_kernel, 4, 3, shape | {"R": 16, "INT8": int8}, pages
+        pages, most = pages | {"out": "*fp16"}, attention_prefill.LARGEST
+        yield "open pages", attention_prefill.open_pages_kernel, 8, 3, {"R": 64, "INT8": int8, "MOST": most}, pages
     rows, keys, warps, stages = _tiles_prefill.flash_tile_of(capability)
     yield "flash", attention_prefill.flash_kernel, warps, stages, shape | {"BM": rows, "BN": keys}, {}
     wide = {"E": 5120, "BE": 8192}

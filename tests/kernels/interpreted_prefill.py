@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from unittest import mock
 
 import torch
 import triton
@@ -182,7 +183,8 @@ def inverse():
         near(out, torch.linalg.inv(a.double() + torch.eye(64)), EXACT, "inverse")
 
 
-def attend(heads, kv_heads, *plan):
+def attend(heads, kv_heads, *plan, kv="int8", capacity=0):
+    """Chunks of these lengths against the twin; with `capacity`, by the padded route over that many queries."""
     count, pages = sum(plan), 4
     projected = torch.randn(count, 2 * (heads + kv_heads) * 256).bfloat16()
     q_gain, k_gain = ((torch.randn(256) * 0.1).bfloat16() for _ in range(2))
@@ -190,29 +192,63 @@ def attend(heads, kv_heads, *plan):
     shape = (2, kv_heads, pages, 64)
     mine, other = (
         KVLayer(torch.zeros(*shape, 256, dtype=torch.int8), torch.zeros(*shape, 4, dtype=torch.float16))
+        if kv == "int8"
+        else KVLayer(torch.zeros(*shape, 256, dtype=torch.bfloat16), None)
         for _ in range(2)
     )
     gain = 1 + torch.cat((q_gain.float().expand(heads, 256), k_gain.float().expand(kv_heads, 256)))
     table, found, expected, at = torch.tensor([2, 0, 3, 1], dtype=torch.int32), [], [], 0
+    most, room, half = max(plan), attention_prefill.room_for(count), {"dtype": torch.float16}
     for size in plan:
-        part, room = slice(at, at + size), -(-(at + size) // 128) * 128
-        half = {"dtype": torch.float16}
+        part = slice(at, at + size)
         work = attention_prefill.AttentionWorkspace(
-            empty(size, heads, 256, **half), empty(2 * kv_heads, room, 256, **half),
-            empty(size, heads * 256, dtype=torch.float32), empty(2, heads, size, dtype=torch.float32),
-            empty(size, heads * 256, **half),
+            empty(capacity or most, heads, 256, **half), empty(2 * kv_heads, room, 256, **half),
+            empty(most, heads * 256, dtype=torch.float32), empty(2, heads * most, dtype=torch.float32),
+            empty(most, heads * 256, **half),
         )  # fmt: skip
         out, p = empty(size, heads * 256), projected[part].clone()
         turns = cos[part].clone(), sin[part].clone()
+        route = attention_prefill.Route.of(at, size, capacity, capacity > 0)
+        assert bool(route.padded) == (capacity > 0), route
+        queries = work.q[route.lead : route.lead + size]
         attention_prefill.append(
-            p, q_gain, k_gain, turns[0], turns[1], mine.codes, mine.scales, table, at, work.q, heads=heads
+            p, q_gain, k_gain, turns[0], turns[1], mine.codes, mine.scales, table, at, queries, heads=heads
         )
-        attention_prefill.attention_chunk(p, mine.codes, mine.scales, table, at, work, out, heads=heads)
+        attention_prefill.attention_chunk(p, mine.codes, mine.scales, table, at, work, out, heads=heads, route=route)
         found.append(out)
         expected.append(attention_chunk(p.float(), gain, other, turns, (table.long(), at, size), heads, kv_heads, 1e-6))
         at += size
-    assert torch.equal(mine.codes, other.codes) and torch.equal(mine.scales, other.scales), "keys and values"
+    if kv == "int8":
+        apart = (mine.codes.int() - other.codes.int()).abs()  # sums in another order: a tie may fall the other way
+        assert apart.max() <= 1 and apart.sum() <= 2 and torch.equal(mine.scales, other.scales), "keys and values"
+    else:
+        near(mine.codes, other.codes, BF16, "keys and values")
     near(torch.cat(found), torch.cat(expected), BF16, "attention")
+
+
+def padded(heads, kv_heads, *plan):
+    """The route of cuDNN's attention, in small parts, with that attention spelled out."""
+
+    def attention(work, rows, first, length, causal):
+        query = work.q[:rows].float().transpose(0, 1).unflatten(0, (kv_heads, -1))
+        key, value = (work.kv[i : i + kv_heads, first : first + length].float() for i in (0, kv_heads))
+        score = query @ key.transpose(1, 2)[:, None]
+        if causal:
+            score = score.masked_fill(torch.ones(rows, rows).triu(1).bool(), float("-inf"))
+        out = (score.softmax(-1) @ value[:, None]).half().flatten(0, 1)
+        return out, score.logsumexp(-1).flatten(0, 1)
+
+    small = {"PART": 16, "FINE": 8, "COARSE": 32, "FEWEST": 8, "fused_part": attention}
+    with mock.patch.multiple(attention_prefill, **small):
+        asked = attention_prefill.planned(64, 256)
+        assert len(asked) == len(set(asked)) == 18, asked
+        at = 0
+        for size in plan:
+            route = attention_prefill.Route.of(at, size, 64, True)
+            parts = attention_prefill.part_lengths(at - route.lead)
+            assert {(route.padded, route.padded, True), *((route.padded, n, False) for n in parts)} <= set(asked)
+            at += size
+        attend(heads, kv_heads, *plan, capacity=64)
 
 
 def joined():
@@ -285,6 +321,8 @@ CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
     "attention 1": (attend, 2, 1, 1),
     "attention 63, 2": (attend, 2, 1, 63, 2),
     "attention 64, 66": (attend, 6, 2, 64, 66),
+    "attention bf16": (partial(attend, kv="bf16"), 2, 1, 20, 50),
+    "attention padded": (padded, 4, 2, 30, 8, 50),
     "joined": (joined,),
     "sparse model": (model, True, 4),
     "dense model": (model, False, 6, 3),
