@@ -39,6 +39,12 @@ RESERVE = 512 << 20
 OVERHEAD = RESERVE + (512 << 20)
 """What a process takes beside the plan in all: the driver's context too."""
 
+CHUNKS = (8192, 4096, 2048)
+"""Prompt tokens per step on a GPU where `prefill_chunk` is "auto": the first that costs no context (`chunk_for`).
+
+Longer ones read prompts faster, as experts and weights are opened once a chunk; shorter ones need smaller buffers.
+"""
+
 _ALLOWED = {"token_embedding": ("Q6", "W8"), "shared_down": ("W8",)}
 _FUSED = {
     "gate_value": "query_key",
@@ -180,11 +186,11 @@ def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int
     """About the bytes of `model.fused_prefill.FusedPrefill` for chunks of `rows` rows within `context` tokens."""
     hidden, value, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
     query, kv, inner = config.query_width, config.kv_width, config.intermediate_size
-    padded, room = up(rows, PAGE), up(max(context, rows), 128)
+    padded, room = up(rows, PAGE), max(context, rows) + 2048
     delta = padded * (2 * config.conv_channels + 8 * heads + 4 * value)
     delta += padded // PAGE * heads * config.linear_key_head_dim * config.linear_value_head_dim * 2
     gdn = delta + rows * (2 * (config.conv_channels + value) + 8 * heads + 2 * value)
-    attention = rows * (4 * (query + kv) + 4 * query) + 4 * kv * room
+    attention = rows * (4 * (query + kv) + 10 * query + 8 * config.num_attention_heads) + 4 * kv * room
     router = up(config.num_experts + 1, 8)
     if config.is_moe:
         shared, active = config.shared_expert_intermediate_size, config.num_experts_per_tok
@@ -196,6 +202,7 @@ def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int
     widest = max(config.conv_channels + value, 2 * (query + kv), 2 * inner)
     scratch = 2 * min(widest * max(hidden, inner), SCRATCH)
     rest = rows * hidden * (8 + (4 if config.mtp_num_hidden_layers else 0)) + scratch
+    rest += rows * (8 * hidden + 2 * query + 4 * config.num_attention_heads)  # what lives for one chunk
     routers = config.num_hidden_layers * router * hidden * 2 if config.is_moe else 0
     return max(gdn, attention, mlp) + rest + routers + config.num_hidden_layers * max(1, config.num_experts) * 4
 
@@ -207,7 +214,8 @@ def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int
 class Footprint:
     """What must be held, in bytes: `weights`; `page`, one KV page of all layers; `slot`, one sequence's state.
 
-    `workspaces(context)` gives the buffers by name. `drafts`: tokens drafted beyond the last one.
+    `workspaces(context)` gives the buffers by name. `drafts`: tokens drafted beyond the last one. `chunk`: prompt
+    tokens per step.
     """
 
     weights: int
@@ -215,6 +223,7 @@ class Footprint:
     slot: int
     drafts: int
     workspaces: Callable[[int], Mapping[str, int]]
+    chunk: int
 
     def pages(self, context: int) -> int:
         """Pages of one sequence that fills the context, with room for the drafts beyond its last token."""
@@ -237,13 +246,23 @@ class Footprint:
         return low
 
 
+def chunk_for(of: Callable[[int], Footprint], budget: int, limit: int, slots: int = 1) -> int:
+    """The longest of `CHUNKS` with which as long a context, up to `limit`, fits in `budget` bytes as with the shortest.
+
+    `of` gives the footprint with a chunk length. What fits with none gets the shortest.
+    """
+    longest = {chunk: of(chunk).longest(budget, limit, slots) for chunk in CHUNKS}
+    most = longest[CHUNKS[-1]]
+    return next(chunk for chunk in CHUNKS if longest[chunk] == most) if most else CHUNKS[-1]
+
+
 def fused_footprint(
     config: ModelConfig,
     objects: Inventory,
     *,
     kv_cache: str = "int8",
     drafts: int = 3,
-    chunk: int = 1024,
+    chunk: int = CHUNKS[-1],
     embedding: bool = True,
 ) -> Footprint:
     """What the Triton path needs; `embedding`: the table lies on the device.
@@ -266,12 +285,21 @@ def fused_footprint(
         }
 
     weights = packed_bytes(objects, mtp=drafts > 0, embedding=embedding)
-    return Footprint(weights, page_bytes(config, kv_cache), fused_slot_bytes(config), drafts, workspaces)
+    return Footprint(weights, page_bytes(config, kv_cache), fused_slot_bytes(config), drafts, workspaces, chunk)
 
 
 def reference_footprint(
-    config: ModelConfig, objects: Inventory, *, itemsize: int, kv_cache: str, drafts: int, vision: bool = False
+    config: ModelConfig,
+    objects: Inventory,
+    *,
+    itemsize: int,
+    kv_cache: str,
+    drafts: int,
+    chunk: int,
+    vision: bool = False,
 ) -> Footprint:
     """What the torch path needs; `itemsize`: bytes of its compute type."""
     weights = reference_bytes(objects, itemsize, mtp=drafts > 0, vision=vision)
-    return Footprint(weights, page_bytes(config, kv_cache), slot_bytes(config, drafts), drafts, lambda context: {})
+    return Footprint(
+        weights, page_bytes(config, kv_cache), slot_bytes(config, drafts), drafts, lambda context: {}, chunk
+    )

@@ -157,11 +157,16 @@ def _files(entry: store.ModelEntry) -> list[dict[str, Any]]:
 def _memory(config: ModelConfig, objects: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Any]:
     """Bytes on a GPU for one sequence by context, the longest context of cards, or the `problem` with running there."""
     from ninfer_core.cards import cards
-    from ninfer_core.footprint import OVERHEAD, fused_footprint
+    from ninfer_core.footprint import CHUNKS, OVERHEAD, Footprint, chunk_for, fused_footprint
 
     drafts = DRAFTS if config.mtp_num_hidden_layers else 0
+    found = dict(objects)
+
+    def of(chunk: int) -> Footprint:
+        return fused_footprint(config, found, kv_cache=KV_CACHE, drafts=drafts, chunk=chunk)
+
     try:
-        footprint = fused_footprint(config, dict(objects), kv_cache=KV_CACHE, drafts=drafts)
+        footprint = of(CHUNKS[-1])
     except NinferError as error:
         return {"problem": str(error)}
     limit = config.max_position_embeddings
@@ -176,7 +181,13 @@ def _memory(config: ModelConfig, objects: Mapping[str, tuple[tuple[int, ...], st
             for context in sorted({min(context, limit) for context in (*CONTEXTS, limit)})
         ],
         "cards": [
-            {"name": name, "bytes": total, "here": here, "longest": footprint.longest(total - OVERHEAD, limit)}
+            {
+                "name": name,
+                "bytes": total,
+                "here": here,
+                "longest": footprint.longest(total - OVERHEAD, limit),
+                "chunk": chunk_for(of, total - OVERHEAD, limit),
+            }
             for name, total, here in sizes
         ],
     }
@@ -206,6 +217,8 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
         rows.append(cells + ["fits" if row["total"] <= card["bytes"] else "-" for card in memory["cards"]])
     longest = [f"{card['longest']:,}" if card["longest"] else "-" for card in memory["cards"]]
     rows.append(["longest context", "", "", "", "", "", "", *longest])
+    chunks = [f"{card['chunk']:,}" if card["longest"] else "-" for card in memory["cards"]]
+    rows.append(["prompt chunk", "", "", "", "", "", "", *chunks])
     drafting = f", {memory['draft_tokens']} drafts" if memory["draft_tokens"] else ""
     title = f"memory on a GPU, one sequence, {memory['kv_cache']} KV cache{drafting}:"
     return [title, *table(header, rows, right=range(1, len(header)))]

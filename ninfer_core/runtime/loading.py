@@ -15,7 +15,7 @@ import torch
 from ..artifact import Artifact
 from ..config import ModelConfig
 from ..errors import DeviceError, MemoryPlanError, UnsupportedError
-from ..footprint import fused_footprint, reference_footprint
+from ..footprint import Footprint, fused_footprint, reference_footprint
 from ..model.decoder import Decoder
 from ..model.mtp import MTP
 from ..model.vision import VisionTower, tower_workspace
@@ -26,7 +26,7 @@ from ..types import TokenLogprob
 from ..weights import load_tower, load_weights
 from .flights import LaneRounds
 from .options import EngineOptions
-from .planning import Plan, budget_of, plan
+from .planning import CHUNK_WORKSPACE, Plan, budget_of, choose_chunk, plan
 from .reuse import Reuse
 from .runner import Runner
 from .sampler import RawLogprob
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ninfer.engine")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU_ROUTE = "cpu: torch reference path"
-CHUNK = {"cpu": 256, "cuda": 2048}
-"""Prompt tokens per step where `prefill_chunk` is "auto"."""
+CHUNK = 256
+"""Prompt tokens per step on the CPU where `prefill_chunk` is "auto"; on a GPU the plan chooses (`choose_chunk`)."""
 OLDEST = (8, 0)
 """The oldest compute capability that the kernels run on."""
 _SMALL = 1 << 28
@@ -173,8 +173,6 @@ def load_model(
         DeviceError, MemoryPlanError, ArtifactError: see `choose_device`, `planning.plan` and `Artifact`.
     """
     device, route = choose_device(options.device)
-    if options.prefill_chunk == "auto":
-        options = replace(options, prefill_chunk=CHUNK[device.type])
     config = artifact.config
     drafts = options.draft_tokens if config.mtp_num_hidden_layers else 0
     if drafts < options.draft_tokens:
@@ -205,8 +203,9 @@ def _load_reference(
     dtype, config = _DTYPES["float32" if options.dtype == "auto" else options.dtype], artifact.config
     sees = options.vision and config.vision is not None
     footprint = reference_footprint(
-        config, _objects(artifact), itemsize=dtype.itemsize, kv_cache=options.kv_cache, drafts=drafts, vision=sees
-    )
+        config, _objects(artifact), itemsize=dtype.itemsize, kv_cache=options.kv_cache, drafts=drafts,
+        chunk=CHUNK if options.prefill_chunk == "auto" else options.prefill_chunk, vision=sees,
+    )  # fmt: skip
     made = plan(config, options, footprint, budget=budget_of(options, device), vision_bytes=workspace)
     if reading.verify:
         transfer([], device, digests=artifact.digests(), progress=reading.progress)
@@ -225,7 +224,7 @@ def _load_reference(
         threads = 1 if footprint.weights <= _SMALL else torch.get_num_threads()
     mtp = MTP(weights, config) if drafts else None
     return LoadedModel(
-        Decoder(weights, config), mtp, state, made, device, "", drafts, threads, tower, options.prefill_chunk
+        Decoder(weights, config), mtp, state, made, device, "", drafts, threads, tower, footprint.chunk
     )
 
 
@@ -254,20 +253,24 @@ def _load_fused(
             'device="cpu"',
             param="dtype",
         )
-    config, chunk = artifact.config, int(options.prefill_chunk)
-    host = options.embedding == "host"
-    footprint = fused_footprint(
-        config, _objects(artifact), kv_cache=options.kv_cache, drafts=drafts, chunk=chunk, embedding=not host
-    )
-    footprint = replace(
-        footprint,
-        workspaces=lambda context: {
-            "workspace of a round": workspace_bytes(config, context + drafts)
-            + rounds_bytes(config, options.max_sequences, footprint.pages(context), drafts > 0),
-            "workspace of a prompt chunk": prefill_bytes(config, chunk, context + drafts),
-        },
-    )
-    made = plan(config, options, footprint, budget=budget_of(options, device), vision_bytes=workspace)
+    config, objects, host = artifact.config, _objects(artifact), options.embedding == "host"
+
+    def of(chunk: int) -> Footprint:
+        described = fused_footprint(
+            config, objects, kv_cache=options.kv_cache, drafts=drafts, chunk=chunk, embedding=not host
+        )
+        return replace(
+            described,
+            workspaces=lambda context: {
+                "workspace of a round": workspace_bytes(config, context + drafts)
+                + rounds_bytes(config, options.max_sequences, described.pages(context), drafts > 0),
+                CHUNK_WORKSPACE: prefill_bytes(config, chunk, context + drafts),
+            },
+        )
+
+    budget = budget_of(options, device)
+    footprint = choose_chunk(config, options, of, budget=budget, vision_bytes=workspace)
+    made = plan(config, options, footprint, budget=budget, vision_bytes=workspace)
     own = getattr(artifact, "packed", None)
     if own is not None:
         weights = own(device, drafts > 0, host)
@@ -309,7 +312,7 @@ def _around(
     from ..model.fused_prefill import FusedPrefill
     from .graphs import DeviceRounds
 
-    config, chunk = artifact.config, int(options.prefill_chunk)
+    config, chunk = artifact.config, made.footprint.chunk
     tower = None
     if options.vision and config.vision is not None:
         tower = VisionTower(load_tower(artifact, config.vision, device, torch.bfloat16), config.vision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from ..config import ModelConfig
 from ..errors import InvalidRequestError, MemoryPlanError
-from ..footprint import RESERVE, Footprint
+from ..footprint import RESERVE, Footprint, chunk_for
 from .options import PAGE, EngineOptions
 
 SHARE = 0.8
@@ -51,9 +51,14 @@ class Plan:
 
     def _rows(self) -> list[tuple[str, int, str]]:
         foot = self.footprint
+        per_chunk = f" of {foot.chunk:,} tokens"
         return [
             ("weights", foot.weights, "model, draft_tokens, vision"),
-            *((name, size, _SETTINGS.get(name, "context_length")) for name, size in self.workspaces.items() if size),
+            *(
+                (name + per_chunk * (name == CHUNK_WORKSPACE), size, _SETTINGS.get(name, "context_length"))
+                for name, size in self.workspaces.items()
+                if size
+            ),
             (f"state of {self.slots} sequences", self.slots * foot.slot, "max_sequences"),
             (
                 f"state of {self.checkpoints} checkpoints of the prefix cache",
@@ -69,7 +74,29 @@ class Plan:
 
 
 VISION_WORKSPACE = "workspace of the vision tower"
-_SETTINGS = {VISION_WORKSPACE: "vision", "workspace of a prompt chunk": "prefill_chunk"}
+CHUNK_WORKSPACE = "workspace of a prompt chunk"
+_SETTINGS = {VISION_WORKSPACE: "vision", CHUNK_WORKSPACE: "prefill_chunk"}
+
+
+def choose_chunk(
+    config: ModelConfig,
+    options: EngineOptions,
+    of: Callable[[int], Footprint],
+    *,
+    budget: int,
+    vision_bytes: int = 0,
+) -> Footprint:
+    """The footprint on a GPU with the prompt chunk asked for; "auto": the longest that costs no context, nor the
+    checkpoints that the plan would keep beside it. `of` gives the footprint with a chunk length.
+    """
+    if options.prefill_chunk != "auto":
+        return of(options.prefill_chunk)
+    limit = config.max_position_embeddings
+    if options.context_length != "auto":
+        limit = min(limit, options.context_length)
+    kept = KEPT if options.checkpoints == "auto" else options.checkpoints
+    slots = options.max_sequences + (kept if options.prefix_cache else 0)
+    return of(chunk_for(of, budget - vision_bytes, limit, slots))
 
 
 def plan(

@@ -113,6 +113,9 @@ def test_show_describes_published_models_that_are_not_installed(cli) -> None:
         assert by_context[262_144] < 31.5e9
         longest = {card["name"]: card["longest"] for card in facts["memory"]["cards"]}
         assert longest["32 GB"] == longest["80 GB"] == 262_144
+        assert {card["name"]: card["chunk"] for card in facts["memory"]["cards"]} == dict.fromkeys(longest, 8192) | {
+            "24 GB": 2048
+        }
     assert "not installed" in cli("show", "qwen3.6:27b").stdout
 
 

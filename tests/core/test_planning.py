@@ -15,12 +15,12 @@ from ninfer_core.artifact import Artifact
 from ninfer_core.config import QWEN36_27B, QWEN36_35B_A3B, config_from_dict
 from ninfer_core.engine import Engine
 from ninfer_core.errors import ContentError, InvalidRequestError, MemoryPlanError, UnsupportedError
-from ninfer_core.footprint import fused_footprint, reference_footprint
+from ninfer_core.footprint import chunk_for, fused_footprint, reference_footprint
 from ninfer_core.inventory import inventory
 from ninfer_core.model.fused import workspace_bytes
 from ninfer_core.model.fused_prefill import prefill_bytes
 from ninfer_core.runtime.options import EngineOptions
-from ninfer_core.runtime.planning import VISION_WORKSPACE, budget_of, free_memory, plan
+from ninfer_core.runtime.planning import VISION_WORKSPACE, budget_of, choose_chunk, free_memory, plan
 from ninfer_core.state import FusedState, State
 from ninfer_core.store import demo_path
 from ninfer_core.weights import load_weights
@@ -60,14 +60,44 @@ def test_reference_weights_are_as_large_as_told(model):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_buffers_are_about_as_large_as_described(name):
+def test_buffers_are_as_large_as_described(name):
     """Of the published models, at both ends of the context; an engine's plan asks the paths for the exact sizes."""
     config = CONFIGS[name]
     for context in (4_096, 262_144):
-        described = footprint.decode_workspace_bytes(config, context)
-        described += footprint.prefill_workspace_bytes(config, 1024, context)
-        real = workspace_bytes(config, context) + prefill_bytes(config, 1024, context)
+        described, real = footprint.decode_workspace_bytes(config, context), workspace_bytes(config, context)
         assert abs(real - described) < 0.1 * real + 50e6, (context, real, described)
+        for chunk in footprint.CHUNKS:
+            described, real = (of(config, chunk, context) for of in (footprint.prefill_workspace_bytes, prefill_bytes))
+            assert abs(real - described) < 1e5, (context, chunk, real, described)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_longest_chunk_that_costs_no_context(name):
+    """With the memory a card leaves, and in what an engine plans; a plan says which it is."""
+    config, objects = CONFIGS[name], inventory(CONFIGS[name])
+
+    def of(chunk):
+        return fused_footprint(config, objects, chunk=chunk)
+
+    def chosen(budget, **options):
+        made = EngineOptions(model=name, max_sequences=1, **options)
+        foot = choose_chunk(config, made, of, budget=int(budget))
+        return foot.chunk, plan(config, made, foot, budget=int(budget))
+
+    assert chosen(CARD + 9e9)[0] == 8192
+    for gb in range(18, 40):
+        chunk, budget = chunk_for(of, int(gb * 1e9), 262_144, 2), int(gb * 1e9)
+        best = of(2048).longest(budget, 262_144, 2)
+        assert of(chunk).longest(budget, 262_144, 2) == best
+        longer = [c for c in footprint.CHUNKS if c > chunk]
+        assert all(of(c).longest(budget, 262_144, 2) < best or not best for c in longer)
+    tight = of(2048).total(262_144, 5) + 1
+    chunk, made = chosen(tight)
+    assert (chunk, made.context_length, made.checkpoints) == (2048, 262_144, 4)
+    assert "workspace of a prompt chunk of 2,048 tokens" in made.table() and made.nbytes <= tight
+    assert chosen(tight, context_length=65_536)[0] == 8192
+    assert chosen(tight, prefill_chunk=512)[0] == 512
+    assert chosen(of(4096).total(262_144, 5) + 1)[0] == 4096
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -173,7 +203,7 @@ def test_the_budget_is_what_is_free_or_what_was_asked_for():
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read():
     config = QWEN36_35B_A3B
-    foot = reference_footprint(config, inventory(config), itemsize=4, kv_cache="int8", drafts=3)
+    foot = reference_footprint(config, inventory(config), itemsize=4, kv_cache="int8", drafts=3, chunk=256)
     assert foot.weights > 130e9
     with pytest.raises(MemoryPlanError, match="weights"):
         plan(config, EngineOptions(), foot, budget=64 << 30)
