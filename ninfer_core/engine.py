@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineOptions", "ModelCard", "RequestHandle", "get_engine", "parse_output", "render_prompt"]
 
 log = logging.getLogger("ninfer.engine")
+WATCHDOG = {"cpu": 1800.0, "cuda": 600.0}
+"""Seconds after which a step counts as hung where `watchdog` is "auto". The first steps on a GPU compile kernels."""
 
 
 class ModelCard(EngineInterface):
@@ -191,6 +193,7 @@ class Engine(ModelCard):
             max_queue=options.max_queue,
             threads=loaded.threads,
             name=self.model_id,
+            limit=WATCHDOG[loaded.device.type] if options.watchdog == "auto" else options.watchdog,
         )
         warm = (self.frontend.tokenizer, self.frontend.eos_ids)  # a large vocabulary takes seconds to prepare
         warming = threading.Thread(target=_warm_grammars, args=warm, name="ninfer-grammars", daemon=True)
@@ -223,10 +226,11 @@ class Engine(ModelCard):
 
     @property
     def state(self) -> str:
-        """`ready`, `failed` or `closed`."""
+        """`ready`, `restarting` after a fault, `stalled` where the device does not answer, `failed` or `closed`."""
         if self._closed:
             return "closed"
-        return "ready" if self._loop.failure is None and self._loop.alive else "failed"
+        status = self._loop.status
+        return "ready" if status in ("ok", "checking") else status
 
     def submit(self, request: Request) -> RequestHandle:
         """Validate and queue a request; see `EngineInterface.submit`."""
@@ -277,15 +281,20 @@ class Engine(ModelCard):
             raise EngineFailedError(str(self._loop.failure))
 
     def health(self) -> dict[str, Any]:
-        """`ok` only when a token can be made: the loop runs, and the model worked when it was last used or tried."""
-        status = {"ready": "ok"}.get(self.state, self.state)
-        if status == "ok" and self._scheduler.suspect:
-            status = "checking"
-        return {"status": status, "model": self.served_names[0], "route": self.route}
+        """`status` is `ok` only when a token can be made: the loop runs, and the model worked when last used or tried.
+
+        Else it is `checking` (after a fault: whether a token can be made), or what `state` says. `restarts`: how often
+        the engine has begun anew by itself.
+        """
+        status = "closed" if self._closed else self._loop.status
+        found = {"status": status, "model": self.served_names[0], "route": self.route, "restarts": self._loop.restarts}
+        if self._loop.failure is not None:
+            found["error"] = str(self._loop.failure)
+        return found
 
     def stats(self) -> dict[str, Any]:
         """Requests running and waiting, pages, slots and checkpoints free and in all, and totals since loading."""
-        return self._scheduler.stats()
+        return {**self._scheduler.stats(), "restarts": self._loop.restarts}
 
     def close(self) -> None:
         """End all requests with `EngineClosedError`, stop the thread and give a GPU's memory back.

@@ -164,6 +164,19 @@ class EngineFailedError(EngineError):
     """A fault inside the engine ended this request."""
 
 
+class NotFiniteError(EngineFailedError):
+    """The logits of this request held NaN or infinities; nothing that was computed for it is used again."""
+
+    code = "not_finite"
+
+
+class DeviceFaultError(EngineFailedError):
+    """The device failed, or stopped answering, while this request ran or waited; the engine restarts itself."""
+
+    code = "device_fault"
+    retryable = True
+
+
 class EngineConflictError(EngineError):
     """The registry already holds this name with other options, or another engine is loaded in this process."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from ..errors import EngineFailedError
+from ..errors import NotFiniteError
 from .pace import Pacer
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ class LaneRounds(Protocol):
 
     def rows_within(self, tokens: int) -> int:
         """Most rows of one launch over so many tokens."""
+
+    def clear(self) -> None:
+        """Forget all lanes and graphs: after a fault of the device."""
 
 
 class Host(Protocol):
@@ -171,6 +174,16 @@ class Flights:
         self._flying += launched
         return faults
 
+    def leave(self, sequence: Running) -> None:
+        """A sequence is given up or ends: whatever is under way for it counts no more."""
+        sequence.seated = None
+        self._late.pop(sequence, None)
+
+    def clear(self) -> None:
+        """Forget all rounds under way and everything on the device: after a fault of the device."""
+        self._flying, self._late = [], {}
+        self.rounds.clear()
+
     def _parts(self, members: list[Running], rows: int) -> list[list[Running]]:
         """Launches that fit into the workspace."""
         most = max(1, self.rounds.rows_within(max(_reach(s, rows) for s in members)) // rows)
@@ -215,9 +228,22 @@ class Flights:
         ]
         count = held[-1] + 1 if held else 0
         landed, self._flying = self._flying[:count], self._flying[count:]
-        for flight in landed:
-            self._read(flight)
+        for number, flight in enumerate(landed):
+            try:
+                self._read(flight)
+            except Exception as error:
+                self._lose(landed[number:], sequences, error)
+                raise
         return {s: self._late.pop(s) for s in sequences if s in self._late}
+
+    def _lose(self, flights: Sequence[Flight], callers: Sequence[Running], error: Exception) -> None:
+        """Results that cannot be read: without them the host no longer follows any sequence that they hold.
+
+        The callers learn it now, the others at their own next round.
+        """
+        for sequence, seated in (member for flight in flights for member in flight.crew):
+            if sequence.seated is seated and sequence not in callers:
+                self._late.setdefault(sequence, error)
 
     def _read(self, flight: Flight) -> None:
         if all(sequence.seated is not seated for sequence, seated in flight.crew):
@@ -238,8 +264,9 @@ class Flights:
     def _take(self, sequence: Running, seated: Seated, result: Result, flight: Flight) -> None:
         """Deliver what a round emitted and move the cursor."""
         if not result.finite:
-            raise EngineFailedError(
-                f"the logits for output token {sequence.emitted} are not finite; the request was ended, others go on"
+            raise NotFiniteError(
+                f"the logits for output token {sequence.emitted} are not finite; the request "
+                f"{sequence.session.handle.id} was ended, others go on"
             )
         if not result.tokens:
             raise RuntimeError("the device has ended a sequence that the host still runs")

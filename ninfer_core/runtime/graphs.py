@@ -42,8 +42,6 @@ from .validation import SamplingParams
 
 MOST_GRAPHS = 64
 """Graphs kept, of some megabytes each; one that was not used for longest goes first."""
-_IN_FLIGHT = 64
-"""Rounds whose results have a place: more than are ever under way."""
 
 
 class LaunchedRound:
@@ -143,8 +141,10 @@ class DeviceRounds:
         self._pattern: Tensor | None = None
         self._aside: torch.cuda.Stream | None = None
         self._buffers = _Buffers(device, self._pages)
-        self._host = torch.zeros(_IN_FLIGHT, ROWS, RESULT_WIDTH, dtype=torch.int32, pin_memory=self._cuda)
-        self._host_slots = torch.zeros(_IN_FLIGHT, ROWS, dtype=torch.int32, pin_memory=self._cuda)
+        # Results lie in turns: at most two rounds of a sequence are launched and not read, each in a launch of its own.
+        self._turns = max(64, 2 * slots + 2)
+        self._host = torch.zeros(self._turns, ROWS, RESULT_WIDTH, dtype=torch.int32, pin_memory=self._cuda)
+        self._host_slots = torch.zeros(self._turns, ROWS, dtype=torch.int32, pin_memory=self._cuda)
         self._launched = 0
         self._current: tuple[int, ...] = ()
 
@@ -158,6 +158,16 @@ class DeviceRounds:
         self._pattern = counts
         self._graphs.clear()  # each holds where the counts are, or that there are none
         self._warm.clear()
+
+    def clear(self) -> None:
+        """Forget all lanes and graphs. Nothing of earlier launches is read again."""
+        self._graphs.clear()
+        self._warm.clear()
+        self._current = ()
+        for tensor in (self.lanes, self.tables):
+            tensor.zero_()
+        if self._cuda:
+            torch.cuda.synchronize(self.lanes.device)
 
     def draws(self, params: SamplingParams) -> bool:
         """Whether the sampler here serves these: no penalties or bias, and greedy or a top-k of 1 to 64."""
@@ -214,7 +224,7 @@ class DeviceRounds:
             raise ValueError(
                 f"{batch} x {rows} rows over {tokens} tokens, but one launch holds {self.rows_within(tokens)} rows"
             )
-        turn = self._launched % _IN_FLIGHT
+        turn = self._launched % self._turns
         self._launched += 1
         if self._current != tuple(slots):
             self._current = tuple(slots)

@@ -31,12 +31,16 @@ class EngineOptions:
     that beside the running requests, in tokens (True: one context). checkpoints: states kept at most; "auto" is some
     per sequence, as memory allows. cache_answers: keep states behind answers too. These were made by decoding, so a
     later output can differ from that of a fresh engine within rounding; without them no output depends on earlier ones.
+    host_cache_gb: host memory, GB of 10^9 bytes, for states and pages that the prefix cache would give up for others.
+    They are copied there and back, pinned on a GPU; 0 keeps nothing. All of it is taken when the model is loaded.
     threads: CPU threads of the model's arithmetic; "auto" is what was measured best.
     memory: bytes the engine may take on its device, weights included; "auto" is most of what is free at load time.
     embedding: where the embedding table lies. "host" keeps it in pinned host memory, which frees 0.5 to 1 GB of a GPU;
     kernels fetch the rows they need over the bus. On the CPU both are the same.
     verify: check the SHA-256 of the artifact's files while they are read.
     vision: load the vision tower and read images and videos. Off, the tower takes no memory and media are refused.
+    watchdog: seconds after which a step that has not come back (at most one chunk of a prompt and one round) counts as
+    hung: its requests end and health says so. 0 is never; "auto" is 600 on a GPU and 1,800 on the CPU.
     """
 
     model: str = "demo"
@@ -52,11 +56,13 @@ class EngineOptions:
     prefix_cache: bool | int = True
     checkpoints: int | Literal["auto"] = "auto"
     cache_answers: bool = True
+    host_cache_gb: float = 0.0
     threads: int | Literal["auto"] = "auto"
     memory: int | Literal["auto"] = "auto"
     embedding: Literal["device", "host"] = "device"
     verify: bool = False
     vision: bool = False
+    watchdog: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         _choice(self, "device", ("auto", "cpu", "cuda"))
@@ -73,9 +79,11 @@ class EngineOptions:
         _range(self, "checkpoints", 0, 4096)
         _range(self, "threads", 1, None)
         _range(self, "memory", 1, None)
+        _seconds(self, "watchdog")
         for name in ("verify", "vision"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
+        _host_cache(self)
         if self.prefill_chunk != "auto" and self.prefill_chunk % PAGE:
             raise InvalidRequestError(
                 f"prefill_chunk is {self.prefill_chunk}; it must be a multiple of {PAGE}", param="prefill_chunk"
@@ -105,11 +113,13 @@ class EngineFields(TypedDict, total=False):
     prefix_cache: bool | int
     checkpoints: int | Literal["auto"]
     cache_answers: bool
+    host_cache_gb: float
     threads: int | Literal["auto"]
     memory: int | Literal["auto"]
     embedding: Literal["device", "host"]
     verify: bool
     vision: bool
+    watchdog: float | Literal["auto"]
 
 
 def engine_options(model: str, fields: Mapping[str, Any]) -> EngineOptions:
@@ -133,6 +143,17 @@ def _choice(options: EngineOptions, name: str, allowed: tuple[str, ...]) -> None
         raise InvalidRequestError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}", param=name)
 
 
+def _host_cache(options: EngineOptions) -> None:
+    value: Any = options.host_cache_gb
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+        raise InvalidRequestError(f"host_cache_gb is {value!r}; it must be a number from 0", param="host_cache_gb")
+    if value and (not options.prefix_cache or options.checkpoints == 0):
+        raise InvalidRequestError(
+            f"host_cache_gb is {value!r}, but the prefix cache it extends is off (prefix_cache, checkpoints)",
+            param="host_cache_gb",
+        )
+
+
 def _range(options: EngineOptions, name: str, low: int, high: int | None) -> None:
     value: Any = getattr(options, name)
     if value == "auto" and name in ("context_length", "prefill_chunk", "checkpoints", "threads", "memory"):
@@ -140,3 +161,10 @@ def _range(options: EngineOptions, name: str, low: int, high: int | None) -> Non
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         raise InvalidRequestError(f"{name} is {value!r}; it must be an integer {limit}", param=name)
+
+
+def _seconds(options: EngineOptions, name: str) -> None:
+    value: Any = getattr(options, name)
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+    if value != "auto" and not fine:
+        raise InvalidRequestError(f'{name} is {value!r}; it must be "auto", or seconds from 0 on', param=name)

@@ -14,18 +14,33 @@ class Pool:
     def __init__(self, size: int, what: str, first: int = 0) -> None:
         self.size = size
         self.given = 0
-        self._what = what
-        self._free = list(range(first + size - 1, first - 1, -1))
+        self._what, self._first = what, first
         self._owners: dict[int, int] = {}
+        self._serials = [0] * size
+        self.clear()
+
+    def clear(self) -> None:
+        """All numbers are free again, whoever held them."""
+        self._free = list(range(self._first + self.size - 1, self._first - 1, -1))
+        self._owners.clear()
 
     @property
     def free(self) -> int:
         """How many are free."""
         return len(self._free)
 
+    @property
+    def held(self) -> list[int]:
+        """The numbers that somebody holds."""
+        return list(self._owners)
+
     def owners(self, number: int) -> int:
         """How many hold this number; 0 if it is free."""
         return self._owners.get(number, 0)
+
+    def serial(self, number: int) -> int:
+        """How often a number was taken: who has seen it before knows by this whether it still is what it was."""
+        return self._serials[number - self._first]
 
     def take(self, count: int) -> list[int] | None:
         """Take `count` free numbers; None, and nothing taken, if fewer are free."""
@@ -33,6 +48,8 @@ class Pool:
             return None
         taken = [self._free.pop() for _ in range(count)]
         self._owners.update(dict.fromkeys(taken, 1))
+        for number in taken:
+            self._serials[number - self._first] += 1
         return taken
 
     def one(self) -> int:

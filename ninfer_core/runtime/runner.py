@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import EngineFailedError
+from ..errors import EngineFailedError, NotFiniteError
 from ..model.decoder import Decoder
 from ..model.mtp import MTP
 from ..model.vision import VisionTower
@@ -167,13 +167,17 @@ class Runner:
         if seat is None:
             return None
         session.cached_tokens = seat.length
-        sequence = Running(session, sampler, seat.slot, [], torch.empty(0), tokens, len(tokens), keys=keys)
-        sequence.ends = chunk_ends(prompt.cuts, len(tokens), self.chunk)
-        sequence.wanted = self.reuse.wanted(prompt, sequence.ends)
-        if prompt.media:
-            assert self._tower is not None
-            sequence.media = PromptMedia(self._tower, len(tokens), prompt.media)
-        self._sit(sequence, seat)
+        sequence = Running(session, sampler, seat.slot, seat.pages, torch.empty(0), tokens, len(tokens), keys=keys)
+        try:
+            sequence.ends = chunk_ends(prompt.cuts, len(tokens), self.chunk)
+            sequence.wanted = self.reuse.wanted(prompt, sequence.ends)
+            if prompt.media:
+                assert self._tower is not None
+                sequence.media = PromptMedia(self._tower, len(tokens), prompt.media)
+            self._sit(sequence, seat)
+        except BaseException:
+            self.close(sequence)
+            raise
         return sequence
 
     def awaits(self, session: Session, others: Collection[Running]) -> bool:
@@ -200,7 +204,8 @@ class Runner:
 
         A round under way may still write to them: whatever the next owner does comes behind it on the device.
         """
-        sequence.seated = None
+        if self._flights is not None:
+            self._flights.leave(sequence)
         self.pages.give(sequence.pages)
         if sequence.slot >= 0:
             self.slots.give([sequence.slot])
@@ -209,15 +214,28 @@ class Runner:
     def scrub(self, sequence: Running) -> None:
         """After a fault: offer nothing that was made of this sequence, and overwrite the pages that are its own.
 
-        What is not a number must not wait there for the next owner.
+        What is not a number must not wait there for the next owner. Nor is anything offered that the sequence resumed
+        from, or else one bad state would end every request that begins the same.
         """
         self._disown(sequence)
+        self.reuse.forget_prompt(sequence.keys)
         self._state.clear_pages([page for page in sequence.pages if self.pages.owners(page) == 1])
 
     def _disown(self, sequence: Running) -> None:
         for checkpoint in sequence.kept:
-            self.reuse.cache.drop(checkpoint)
+            self.reuse.forget(checkpoint)
         sequence.kept = []
+
+    def renew(self) -> None:
+        """Begin anew on the same device: no sequences, nothing kept, no rounds under way. Raises what the device does.
+
+        The sequences of before have ended and must not be closed after this.
+        """
+        held = [*self.pages.held]
+        self.reuse.clear()
+        if self._flights is not None:
+            self._flights.clear()
+        self._state.clear_pages(held)
 
     def probe(self) -> bool:
         """Make one token in a free slot, to see whether the device still works; False if no slot or page is free.
@@ -450,7 +468,8 @@ class Runner:
         try:
             tokens, raw = sequence.sampler.sample(logits, drafts, sequence.emitted)
         except FloatingPointError as error:
-            raise EngineFailedError(f"{error}; the request was ended, others go on") from error
+            name = session.handle.id
+            raise NotFiniteError(f"{error}; the request {name} was ended, others go on") from error
         kept = session.deliver(tokens, self._decorate(raw) if raw is not None else None, drafted=drafted)
         self._take(sequence, tokens[:kept])
         while not session.ended and (forced := session.forced or sequence.sampler.forced()):

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ..errors import EngineBusyError, EngineFailedError, NinferError
+from ..errors import EngineBusyError, NinferError, NotFiniteError
+from .faults import public
 from .handle import RequestHandle
 from .runner import Runner, Running
 from .sampler import Sampler
@@ -68,6 +69,7 @@ class Scheduler:
         self._decoding: list[Running] = []
         self._changed = False
         self._closed: NinferError | None = None
+        self._refusing: NinferError | None = None
         self._seconds_per_request = 1.0
         self.totals = Totals()
         self.suspect = False
@@ -81,10 +83,11 @@ class Scheduler:
         Raises:
             EngineBusyError: the queue is full.
             EngineClosedError, EngineFailedError: the engine takes no more requests.
+            DeviceFaultError: it takes none now.
         """
         with self._lock:
-            if self._closed is not None:
-                raise type(self._closed)(str(self._closed))
+            if refusal := self._closed or self._refusing:
+                raise type(refusal)(str(refusal))
             if len(self._waiting) >= self._max_queue:
                 self.totals.refused += 1
                 wait = self._seconds_per_request * (1 + len(self._waiting) / self._max_sequences)
@@ -118,6 +121,23 @@ class Scheduler:
             self._closed = self._closed or error
             self._wake()
 
+    def refuse(self, error: NinferError) -> None:
+        """The loop hangs: end all requests with this error, without it, and take none until `accept`."""
+        with self._lock:
+            self._refusing = error
+            waiting, self._waiting = self._waiting, []
+            running = [*self._prefilling, *self._decoding]
+        for session, _ in waiting:
+            self._fail(session, type(error)(str(error)))
+            self._account(session)
+        for sequence in running:  # the loop gives back what they hold, if it ever comes to it
+            self._fail(sequence.session, type(error)(str(error)))
+
+    def accept(self) -> None:
+        """The loop goes on: take requests again."""
+        with self._lock:
+            self._refusing = None
+
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters. A request counts as ended from its last event on, though the loop frees it later."""
         with self._lock:
@@ -138,10 +158,20 @@ class Scheduler:
 
     # the loop's thread
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self) -> None:
         """Sleep until there is something to do."""
         with self._lock:
-            self._lock.wait_for(lambda: self._changed or self._closed is not None, timeout)
+            self._lock.wait_for(lambda: self._changed or self._closed is not None)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep for so long, or until `stop` is called."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._closed is not None, seconds)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs; some may wait."""
+        return not (self._prefilling or self._decoding)
 
     @property
     def closed(self) -> bool:
@@ -154,7 +184,7 @@ class Scheduler:
             self._changed = False
             closed = self._closed
         if closed is not None:
-            self._end_all(closed)
+            self.end_all()
             return False
         self._sweep()
         self._admit()
@@ -293,21 +323,19 @@ class Scheduler:
         self._release(sequence)
 
     def _fault(self, sequence: Running, error: Exception) -> None:
-        self.suspect = self.suspect or not isinstance(error, NinferError)
-        self._runner.scrub(sequence)
+        # Many rows that are not finite are the model's fault, not their requests'.
+        self.suspect = self.suspect or isinstance(error, NotFiniteError) or not isinstance(error, NinferError)
         self._fail(sequence.session, error)
-        self._release(sequence)
+        try:
+            self._runner.scrub(sequence)
+        finally:
+            self._release(sequence)
 
     def _fail(self, session: Session, error: BaseException) -> None:
         """End a session with an error of ours; anything else is logged in full and reported without internals."""
         if not isinstance(error, NinferError):
             log.error("request %s failed", session.handle.id, exc_info=error)
-            cause = error
-            error = EngineFailedError(
-                f"a fault inside the engine ended this request ({type(cause).__name__}); other requests go on"
-            )
-            error.__cause__ = cause
-        session.fail(error)
+        session.fail(public(error))
 
     def _release(self, sequence: Running) -> None:
         """A running sequence has ended: its pages and slot are free again, its tokens counted."""
@@ -325,23 +353,32 @@ class Scheduler:
             times = session.timings
             self._seconds_per_request += 0.2 * (times.prefill + times.decode - self._seconds_per_request)
 
-    def _end_all(self, error: NinferError) -> None:
+    def end_all(self) -> None:
+        """End what is left with the error that `stop` was given."""
         with self._lock:
+            error = self._closed
             waiting, self._waiting = self._waiting, []
+        assert error is not None
         for session, _ in waiting:
             self._fail(session, type(error)(str(error)))
             self._account(session)
         for sequence in [*self._prefilling, *self._decoding]:
             self._fail(sequence.session, type(error)(str(error)))
-            self._release(sequence)
+            try:
+                self._release(sequence)
+            except Exception:  # the books are wrong, and nobody will read them any more
+                log.exception("what request %s held could not be given back", sequence.session.handle.id)
 
-    def abandon(self, error: Exception) -> None:
-        """The loop itself failed: end all running requests, keep the waiting ones."""
-        self.suspect = True
-        for sequence in [*self._prefilling, *self._decoding]:
+    def abandon(self, error: NinferError) -> None:
+        """The engine begins anew: end all running requests, keep the waiting ones. What they held is not given back."""
+        with self._lock:
+            running = [*self._prefilling, *self._decoding]
+            self._prefilling.clear()
+            self._decoding.clear()
+        for sequence in running:
             self._fail(sequence.session, error)
-            self._release(sequence)
+            self._account(sequence.session)
 
 
 def _over(session: Session, now: float) -> bool:
-    return session.handle.cancelled or session.expired(now)
+    return session.ended or session.handle.cancelled or session.expired(now)

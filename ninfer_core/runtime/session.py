@@ -176,6 +176,8 @@ class Session:
         self._last = now
         if drafted is not None:
             self._count_round(drafted, min(len(ids) - 1, kept))
+        if self.ended:  # from outside, while the device worked
+            return kept
         if self._machine.stopped:
             self._end("stop", events)
         elif self.completion_tokens >= self.limit:

@@ -371,7 +371,8 @@ def test_what_a_failed_request_kept_is_not_offered():
         machine.ask(prompt, 4)
     machine.runner._decoder.logits = logits
     machine.audit()
-    assert machine.ask(prompt, 4)[1].cached_tokens == 64  # of the request that went well
+    made, usage = machine.ask(prompt, 4)  # nor what it resumed from, which may be to blame
+    assert made == answer(prompt, 4) and usage.cached_tokens == 0
 
 
 def test_after_a_shared_fault_no_shared_page_is_written_again():
