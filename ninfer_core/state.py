@@ -5,7 +5,7 @@ Tensors only, no cursors: which rows are valid, and how many rows of a window we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +97,11 @@ class DeviceState:
         for tensor in (self.kv_codes, self.kv_scales):
             if tensor is not None:
                 tensor[:, :, :, target].copy_(tensor[:, :, :, source])
+
+    def slot_parts(self, slot: int) -> Iterator[Tensor]:
+        """What a slot holds, in contiguous parts; always in the same order."""
+        for tensor in self._slot_tensors:
+            yield from tensor[:, slot]
 
     def clear_slot(self, slot: int) -> None:
         """Make a slot that of a sequence without tokens."""

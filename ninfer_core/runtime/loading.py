@@ -16,6 +16,7 @@ from ..artifact import Artifact
 from ..config import ModelConfig
 from ..errors import DeviceError, MemoryPlanError, UnsupportedError
 from ..footprint import Footprint, fused_footprint, reference_footprint
+from ..hosted import HostState
 from ..model.decoder import Decoder
 from ..model.mtp import MTP
 from ..model.vision import VisionTower, tower_workspace
@@ -26,7 +27,7 @@ from ..types import TokenLogprob
 from ..weights import load_tower, load_weights
 from .flights import LaneRounds
 from .options import EngineOptions
-from .planning import CHUNK_WORKSPACE, Plan, budget_of, choose_chunk, plan
+from .planning import CHUNK_WORKSPACE, Plan, budget_of, check_host, choose_chunk, plan
 from .reuse import Reuse
 from .runner import Runner
 from .sampler import RawLogprob
@@ -50,6 +51,7 @@ class LoadedModel:
     """A model on its device with its state. `route` says what computes: device and kind of kernels.
 
     `chunk`: prompt tokens per step. `lanes`: what decodes on the device without the host, if that can be.
+    `host`: host memory of the prefix cache, if it was asked for.
     """
 
     decoder: Decoder | FusedDecoder
@@ -63,6 +65,7 @@ class LoadedModel:
     tower: VisionTower | None
     chunk: int
     lanes: LaneRounds | None = None
+    host: HostState | None = None
 
     def runner(
         self,
@@ -79,6 +82,7 @@ class LoadedModel:
             pages=self.plan.pages,
             checkpoints=self.plan.checkpoints,
             chunk=self.chunk,
+            host=self.host,
             answers=answers,
             describe=describe,
         )
@@ -101,11 +105,13 @@ class LoadedModel:
         if self.device.type != "cuda":
             return  # host memory goes with the last reference
         torch.cuda.synchronize(self.device)
+        if self.host is not None:
+            self.host.free()
         weights = self.decoder.weights
         if isinstance(weights, PackedWeights):
             weights.free()
         self.state.free()
-        del self.decoder, self.mtp, self.state, self.tower, self.lanes
+        del self.decoder, self.mtp, self.state, self.tower, self.lanes, self.host
         gc.collect()  # graphs and workspaces refer to each other
         torch.cuda.empty_cache()
 
@@ -185,6 +191,12 @@ def load_model(
     reading = Reading(options.verify, progress)
     loaded = load(artifact, options, device, drafts, workspace, addressable or config.vocab_size, reading)
     loaded.route = route
+    if loaded.plan.host_blocks:
+        try:
+            loaded.host = HostState(loaded.state, loaded.plan.host_blocks)
+        except BaseException:
+            loaded.free()
+            raise
     log.info("loaded %s on %s, context %d tokens\n%s", options.model, route, loaded.plan.context_length,
              loaded.plan.table())  # fmt: skip
     return loaded
@@ -207,6 +219,7 @@ def _load_reference(
         chunk=CHUNK if options.prefill_chunk == "auto" else options.prefill_chunk, vision=sees,
     )  # fmt: skip
     made = plan(config, options, footprint, budget=budget_of(options, device), vision_bytes=workspace)
+    check_host(made, device)
     if reading.verify:
         transfer([], device, digests=artifact.digests(), progress=reading.progress)
     weights = load_weights(artifact, device, dtype, mtp=drafts > 0, vision=sees, progress=reading.progress)
@@ -223,9 +236,7 @@ def _load_reference(
     if threads == "auto":
         threads = 1 if footprint.weights <= _SMALL else torch.get_num_threads()
     mtp = MTP(weights, config) if drafts else None
-    return LoadedModel(
-        Decoder(weights, config), mtp, state, made, device, "", drafts, threads, tower, footprint.chunk
-    )
+    return LoadedModel(Decoder(weights, config), mtp, state, made, device, "", drafts, threads, tower, footprint.chunk)
 
 
 def _load_fused(
@@ -271,6 +282,7 @@ def _load_fused(
     budget = budget_of(options, device)
     footprint = choose_chunk(config, options, of, budget=budget, vision_bytes=workspace)
     made = plan(config, options, footprint, budget=budget, vision_bytes=workspace)
+    check_host(made, device)
     own = getattr(artifact, "packed", None)
     if own is not None:
         weights = own(device, drafts > 0, host)

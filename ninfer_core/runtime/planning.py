@@ -23,7 +23,10 @@ KEPT = 4
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be allocated. `budget`: bytes the engine may take in all; `workspaces`: buffers by name, bytes."""
+    """What will be allocated. `budget`: bytes the engine may take in all; `workspaces`: buffers by name, bytes.
+
+    `host_blocks`: blocks of host memory for the prefix cache, each as large as a page. They are not of the budget.
+    """
 
     context_length: int
     slots: int
@@ -32,6 +35,7 @@ class Plan:
     footprint: Footprint
     workspaces: Mapping[str, int]
     budget: int
+    host_blocks: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +51,9 @@ class Plan:
             ("the engine may take", self.budget, "memory"),
             (f"KV cache of one sequence of {self.context_length:,} tokens", per_sequence, "context_length"),
         ]
+        if self.host_blocks:
+            size = self.host_blocks * self.footprint.page
+            rows.append(("prefix cache in host memory, beside this", size, "host_cache_gb"))
         return "\n".join(f"  {what:<52} {size / 2**20:>12,.1f} MiB  {setting}".rstrip() for what, size, setting in rows)
 
     def _rows(self) -> list[tuple[str, int, str]]:
@@ -132,10 +139,46 @@ def plan(
     wanted = need * (slots - 1) + (cached if kept else 0)
     pages = need + min(wanted, max(0, left) // footprint.page)
     workspaces = {**footprint.workspaces(context), VISION_WORKSPACE: vision_bytes}
-    made = Plan(context, slots, pages, kept, footprint, workspaces, budget)
+    made = Plan(context, slots, pages, kept, footprint, workspaces, budget, _host_blocks(options, footprint, kept))
     if left < 0:
         raise MemoryPlanError(_refusal(made, fits))
     return made
+
+
+def _host_blocks(options: EngineOptions, footprint: Footprint, kept: int) -> int:
+    """Blocks of the host tier.
+
+    Raises:
+        MemoryPlanError: they would hold no checkpoint, or none comes to be on the device that could move there.
+    """
+    blocks = int(options.host_cache_gb * 1e9) // footprint.page
+    smallest = footprint.slot + 2 * footprint.page
+    if options.host_cache_gb and blocks * footprint.page < smallest:
+        raise MemoryPlanError(
+            f"host_cache_gb is {options.host_cache_gb:g}, and the state of one short prompt takes {smallest / 1e9:.3g} "
+            "GB; raise it, or set it to 0"
+        )
+    if blocks and not kept:
+        raise MemoryPlanError(
+            f"host_cache_gb is {options.host_cache_gb:g}, but memory leaves no room for a checkpoint on the device; "
+            "set checkpoints, raise memory, or lower context_length"
+        )
+    return blocks
+
+
+def check_host(made: Plan, device: torch.device) -> None:
+    """See that the host has the memory of a plan free.
+
+    Raises:
+        MemoryPlanError: it has not.
+    """
+    host = torch.device("cpu")
+    need = made.host_blocks * made.footprint.page + (made.nbytes if device.type == "cpu" else 0)
+    if made.host_blocks and need > free_memory(host):
+        raise MemoryPlanError(
+            f"the prefix cache in host memory and what else lies there need {need / 2**20:,.1f} MiB, and "
+            f"{free_memory(host) / 2**20:,.1f} MiB are free; lower host_cache_gb\n{made.table()}"
+        )
 
 
 def _reserved(options: EngineOptions, footprint: Footprint, left: int) -> int:

@@ -9,7 +9,7 @@ still waits for. Host side only: which slots and pages those are, not what is in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ class Checkpoint:
     used: float = 0.0
     passed: bool = False
     node: _Node | None = None
+    copy: Checkpoint | None = None
 
     @property
     def alive(self) -> bool:
@@ -71,6 +72,8 @@ class Match:
 class PrefixCache:
     """Checkpoints of several conversations. `pages` and `slots`: the pools they hold references in.
 
+    `leaving`, if set, sees each checkpoint that makes room for others while it still holds them.
+
     When room is needed, a checkpoint goes that the conversation has passed (a later one lies behind it and nothing
     else hangs on it); then the one with the lowest `used + gain`. The gain is the number of tokens that would have to
     be read again without it, so a long conversation outlives many short requests, but not forever: `used` is a clock
@@ -83,6 +86,7 @@ class PrefixCache:
         self._root = _Node((), 0, None)
         self._held: dict[Checkpoint, None] = {}
         self._clock = 0.0
+        self.leaving: Callable[[Checkpoint], None] | None = None
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -120,17 +124,20 @@ class PrefixCache:
 
     # keeping
 
-    def admit(self, keys: Keys, length: int) -> int | None:
-        """A slot for a checkpoint at this position; None if all others are worth more. It belongs to the caller."""
+    def admit(self, keys: Keys, length: int, pages: int = 0, *, passed: bool = False) -> int | None:
+        """A slot for a checkpoint at this position, beside so many free pages. It belongs to the caller.
+
+        None: all that would have to go is worth more. `passed`: the newcomer is worth nothing where room is short.
+        """
         before = self.match(keys[:length], length - 1).checkpoint
-        gain = min(length - (before.length if before is not None else 0), PROTECTED)
-        if not self._slots.free and self._held:
-            passed, score, worst = self._worst(None)
-            if not passed and score > self._clock + gain:
+        gain = 0 if passed else min(length - (before.length if before is not None else 0), PROTECTED)
+        while self._held and not (self._slots.free and self._pages.free >= pages):
+            old, score, worst = self._worst(None)
+            if not old and score > self._clock + gain:
                 self._clock += gain  # a newcomer that was refused makes the next one likelier
                 return None
-            self._give_up(passed, score, worst)
-        return self._slots.one() if self._slots.free else None
+            self._give_up(old, score, worst)
+        return self._slots.one() if self._slots.free and self._pages.free >= pages else None
 
     def insert(self, keys: Keys, checkpoint: Checkpoint) -> None:
         """Offer a checkpoint whose slot and pages are written. The slot and one reference to each page are its own.
@@ -199,6 +206,8 @@ class PrefixCache:
         if not passed:
             self._clock = max(self._clock, score)
         self.evicted += 1
+        if self.leaving is not None:
+            self.leaving(worst)
         self.drop(worst)
 
     def drop(self, checkpoint: Checkpoint) -> None:
@@ -231,25 +240,34 @@ class PrefixCache:
     def _worst(self, spared: Checkpoint | None) -> tuple[bool, float, Checkpoint]:
         """The checkpoint to give up first: whether it is a passed one, its score, itself."""
         keys = (
-            (not self._idle(c), c.used + self._gain(c), order, c)
+            (not self.idle(c), c.used + self._gain(c), order, c)
             for order, c in enumerate(self._held)
             if c is not spared
         )
         active, score, _, worst = min(keys, key=lambda entry: entry[:3])
         return not active, score, worst
 
-    def _idle(self, checkpoint: Checkpoint) -> bool:
+    def idle(self, checkpoint: Checkpoint) -> bool:
+        """Whether its conversation has passed it and none branches off here."""
         return checkpoint.passed and checkpoint.node is not None and len(checkpoint.node.children) == 1
 
     def _gain(self, checkpoint: Checkpoint) -> int:
         """Tokens between a checkpoint and the one that would serve in its place."""
-        idle = self._idle(checkpoint)
+        idle = self.idle(checkpoint)
         node = checkpoint.node.parent if checkpoint.node is not None else None
         while node is not None:
-            if node.checkpoint is not None and (idle or not self._idle(node.checkpoint)):
+            if node.checkpoint is not None and (idle or not self.idle(node.checkpoint)):
                 return min(checkpoint.length - node.length, PROTECTED)
             node = node.parent
         return min(checkpoint.length, PROTECTED)
+
+    def keys(self, checkpoint: Checkpoint) -> tuple[Hashable, ...]:
+        """The positions from the root to a checkpoint."""
+        node, edges = checkpoint.node, []
+        while node is not None:
+            edges.append(node.edge)
+            node = node.parent
+        return tuple(key for edge in reversed(edges) for key in edge)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:

@@ -18,6 +18,7 @@ from .options import PAGE
 from .pool import Pool
 from .prefix import Checkpoint, Keys, Kind, Match, PrefixCache
 from .session import Prompt
+from .tiers import HOST_STATS, Host, HostTier
 
 log = logging.getLogger("ninfer.engine")
 LADDER = 8
@@ -73,6 +74,7 @@ class Reuse:
     Args:
         state: the device state: `slots` for sequences come first in it, then `checkpoints` for the cache.
         chunk: prompt tokens per chunk.
+        host: host memory for what the device gives up, if there is any.
         answers: keep states behind answers too. They were made by decoding: what resumes there has the values, not
             always the last bits, of a run that reads the same tokens as a prompt.
         describe: the text of keys, for the log.
@@ -86,6 +88,7 @@ class Reuse:
         pages: int,
         checkpoints: int,
         chunk: int,
+        host: Host | None = None,
         answers: bool = True,
         describe: Callable[[Sequence[Any]], str] = str,
     ) -> None:
@@ -96,10 +99,23 @@ class Reuse:
         self.slots = Pool(slots, "slot")
         self.saves = Pool(checkpoints, "checkpoint slot", first=slots)
         self.cache = PrefixCache(self.pages, self.saves)
+        self.host = HostTier(host, self.pages) if host is not None else None
+        self.cache.leaving = self._move
         self.enabled = checkpoints > 0
         self.answers = answers and self.enabled
         self._refused: tuple[object, int, int] | None = None
         self.queries = self.hits = 0
+
+    def clear(self) -> None:
+        """Forget every owner and everything kept, without touching the device: after a fault nothing there counts."""
+        for pool in (self.pages, self.slots, self.saves):
+            pool.clear()
+        evicted = self.cache.evicted
+        self.cache = PrefixCache(self.pages, self.saves)
+        self.cache.evicted, self.cache.leaving = evicted, self._move
+        if self.host is not None:
+            self.host.clear()
+        self._refused = None
 
     # seats
 
@@ -123,7 +139,16 @@ class Reuse:
         if asked == self._refused:
             return None  # nothing has changed since
         match = self.cache.match(keys, limit) if self.enabled else _NOTHING
-        seat = self._resume(match.checkpoint, count) if match.checkpoint is not None else None
+        near, seat, moved = match.checkpoint, None, False
+        if self.host is not None:
+            lower = self.host.match(keys, limit)
+            far = lower.checkpoint
+            if far is not None and (near is None or far.length > near.length):
+                seat = self._fetch(keys, far, near, count)
+                moved = seat is not None
+            match = max(match, lower, key=lambda found: found.common)
+        if seat is None and near is not None and near.alive:
+            seat = self._resume(near, count)
         if seat is None:
             pages = self.take_pages(count)
             if pages is None:
@@ -133,7 +158,7 @@ class Reuse:
             self._state.clear_slot(slot)
             seat = Seat(pages, slot)
         if self.enabled:
-            self._note(keys, match, seat, name)
+            self._note(keys, match, seat, name, moved)
         return seat
 
     def _resume(self, found: Checkpoint, count: int) -> Seat | None:
@@ -153,6 +178,7 @@ class Reuse:
         self.cache.use(found)
         if taken_over:
             self.pages.share([last])
+            self._move(found)
             self.cache.drop(found)
             fresh.insert(0, last)
         else:
@@ -160,15 +186,75 @@ class Reuse:
         seat.pages.extend((*whole, *fresh))
         return seat
 
-    def _note(self, keys: Keys, match: Match, seat: Seat, name: str) -> None:
+    def _fetch(self, keys: Keys, found: Checkpoint, near: Checkpoint | None, count: int) -> Seat | None:
+        """A seat at a checkpoint in host memory, whose first pages may still be those of `near`; None if not free.
+
+        It is kept on the device again, where the next prompt can share its pages.
+        """
+        host = self.host
+        assert host is not None
+        skip, carry = host.same(found, near), found.carry
+        pages = list(near.pages[:skip]) if near is not None else []
+        self.pages.share(pages)
+        host.blocks.share(found.pages)  # making room moves others there
+        slot = self.slots.one()
+        try:
+            fresh = self.take_pages(count - skip)
+            if fresh is not None:
+                pages += fresh
+                own = fresh[: (found.length - 1) // PAGE + 1 - skip]
+                carry = host.restore(found, skip, slot, own, carry)
+                seat = Seat(pages, slot, found.length, carry, found.exact)
+                made = self.keep(keys, seat, found.kind, found.passed)
+                if made is not None:
+                    made.copy = found
+                return seat
+        except BaseException:
+            self.pages.give(pages)
+            self.slots.give([slot])
+            raise
+        finally:
+            host.blocks.give(found.pages)
+        self.pages.give(pages)
+        self.slots.give([slot])
+        return None
+
+    def _move(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint leaves the device: host memory may take it."""
+        if self.host is None:
+            return
+        try:
+            keys = self.cache.keys(checkpoint)
+            self.host.take(keys, checkpoint, passed=self.cache.idle(checkpoint))
+        except Exception:  # the cache must not end a request that needs its room
+            log.exception("a state could not be copied to host memory; host memory takes no more")
+            self.host.clear()
+            self.host = None
+
+    def forget(self, checkpoint: Checkpoint) -> None:
+        """Do not offer a checkpoint any more, nor a copy of it."""
+        if self.host is not None and checkpoint.copy is not None:
+            self.host.forget(checkpoint.copy)
+        self.cache.drop(checkpoint)
+
+    def forget_prompt(self, keys: Keys) -> None:
+        """Offer nothing any more that a prompt of these keys could resume from."""
+        while (found := self.cache.match(keys, len(keys)).checkpoint) is not None:
+            self.forget(found)
+        if self.host is not None:
+            self.host.forget_prompt(keys)
+
+    def _note(self, keys: Keys, match: Match, seat: Seat, name: str, moved: bool) -> None:
         """Count and log what was found; where much is read again, why."""
         self.queries += 1
         self.hits += seat.length > 0
         parts = [f"{name}: {seat.length:,} of {len(keys):,} prompt tokens from the cache"]
+        if moved:
+            parts[0] += ", brought back from host memory"
         if not seat.exact:
             parts.append("a state made by decoding, equal within rounding")
         where = match.common
-        if len(keys) - seat.length > self._chunk and len(self.cache) and (match.instead or where > seat.length):
+        if len(keys) - seat.length > self._chunk and (match.instead or where > seat.length):
             parts.append(f"the first {where:,} are known")
             if match.instead:
                 before, known, this = (
@@ -238,4 +324,5 @@ class Reuse:
             "checkpoints_evicted": self.cache.evicted,
             "prefix_queries": self.queries,
             "prefix_hits": self.hits,
+            **(self.host.stats() if self.host is not None else dict.fromkeys(HOST_STATS, 0)),
         }

@@ -96,6 +96,58 @@ class HashState:
         assert (draft[:, 0] == trunk[:length, 1]).all() and (draft[:-1, 1] == trunk[1:length, 0]).all()
 
 
+class HashTicket:
+    def __init__(self):
+        self.ended = False
+
+    def query(self):
+        return self.ended
+
+
+class HashHost:
+    """Host memory for a `HashState`. `slow`: copies end when `end` says so, and until then their blocks hold nothing."""
+
+    state_blocks, block = 2, 1000
+
+    def __init__(self, state, blocks, slow=False):
+        self.state, self.blocks, self.slow = state, blocks, slow
+        self.held, self.tickets, self.copied = [None] * blocks, [], 0
+
+    @property
+    def nbytes(self):
+        return self.blocks * self.block
+
+    def store(self, slot, slot_blocks, pages, page_blocks, carry):
+        assert len(slot_blocks) == self.state_blocks and len(set(slot_blocks) | set(page_blocks)) == len(pages) + 2
+        value, length, window = self.state.slots[slot]
+        written = dict(zip(slot_blocks, ((value, length), list(window)), strict=True))
+        for page, block in zip(pages, page_blocks, strict=True):
+            written[block] = (self.state.trunk[page].copy(), self.state.draft[page].copy())
+            self.copied += 1
+        for block in written:
+            self.held[block] = None
+        ticket = HashTicket()
+        self.tickets.append((ticket, written))
+        if not self.slow:
+            self.end()
+        return carry.clone(), ticket
+
+    def end(self, count=None):
+        """The first copies under way, or all, end."""
+        for ticket, written in self.tickets[:count]:
+            ticket.ended = True
+            for block, data in written.items():
+                self.held[block] = data
+        del self.tickets[:count]
+
+    def restore(self, slot_blocks, slot, page_blocks, pages, carry):
+        (value, length), window = (self.held[block] for block in slot_blocks)
+        self.state.slots[slot] = (value, length, list(window))
+        for block, page in zip(page_blocks, pages, strict=True):
+            self.state.trunk[page], self.state.draft[page] = self.held[block]
+        return carry.clone()
+
+
 class HashDecoder:
     def _run(self, state, tokens, start, table, value):
         rows = []
@@ -241,9 +293,14 @@ class Landed:
 class Machine:
     """Runner and scheduler over the hash model, stepped by hand; `lanes`: with rounds on a device of its own."""
 
-    def __init__(self, *, slots=3, pages=60, checkpoints=6, drafts=3, chunk=64, lanes=False, **options):
+    def __init__(
+        self, *, slots=3, pages=60, checkpoints=6, drafts=3, chunk=64, lanes=False, blocks=0, slow=False, **options
+    ):
         self.state = HashState(slots + checkpoints, pages)
-        self.reuse = Reuse(self.state, slots=slots, pages=pages, checkpoints=checkpoints, chunk=chunk, **options)
+        self.host = HashHost(self.state, blocks, slow) if blocks else None
+        self.reuse = Reuse(
+            self.state, slots=slots, pages=pages, checkpoints=checkpoints, chunk=chunk, host=self.host, **options
+        )
         mtp = HashMTP() if drafts else None
         decoder, self.state.rings = HashDecoder(), lanes
         self.device = HashRounds(self.state, decoder, mtp) if lanes else None
@@ -303,10 +360,29 @@ class Machine:
             if self.runner.draft_tokens:
                 self.state.check_draft(c.pages, c.length - 1)
                 assert c.carry.item() == self.state.slots[c.slot][0]
+        if self.reuse.host is not None:
+            self.audit_host(self.reuse.host)
         for i, sequence in enumerate(running):  # nobody writes where another may look
             for other in running[:i]:
                 first = min(sequence.length, other.length) // PAGE
                 assert not set(sequence.pages[first + 1 :]) & set(other.pages[first + 1 :])
+
+    def audit_host(self, tier):
+        """Every block has the owners that there are, and what is offered is written and is what it says."""
+        owners = {}
+        for block in [b for c in (*tier.cache.checkpoints, *(p.checkpoint for p in tier._pending)) for b in c.pages]:
+            owners[block] = owners.get(block, 0) + 1
+        assert owners == tier.blocks._owners
+        for c in tier.cache.checkpoints:
+            state, pages = c.pages[:2], c.pages[2:]
+            (value, length), window = (self.host.held[block] for block in state)
+            assert length == c.length and (self.state.rings or not window) and len(pages) == (length - 1) // PAGE + 1
+            rows = np.concatenate([self.host.held[block][0] for block in pages])[:length]
+            assert tuple(path(c)) == tuple(rows[:, 0]) and rows[-1, 1] == value
+            if self.runner.draft_tokens:
+                draft = np.concatenate([self.host.held[block][1] for block in pages])[: length - 1]
+                assert (draft[:, 0] == rows[:-1, 1]).all() and (draft[:, 1] == rows[1:, 0]).all()
+                assert c.carry.item() == value
 
 
 def path(checkpoint):
