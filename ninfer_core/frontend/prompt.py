@@ -1,9 +1,4 @@
-"""A request becomes a prompt: real clients' message lists made fit for the template, rendered and tokenised.
-
-The model's template is strict (one system message, in front; arguments as mappings; at least one user query). Clients
-are not. What the template would refuse is rendered through a stand-in that it accepts, and the stand-in is replaced in
-the text; every other byte is the template's own.
-"""
+"""A request becomes a prompt: its conversation rendered by the model's own template, media expanded, tokenised."""
 
 from __future__ import annotations
 
@@ -16,23 +11,16 @@ from typing import Any, Protocol
 
 from ..config import ModelConfig
 from ..errors import ContentError, ContextOverflowError, InvalidRequestError, UnsupportedError
-from ..types import Image, Message, Part, PreparedMedium, Request, Text, Tool, ToolCall, Video
+from ..types import Image, PreparedMedium, Request, Tool, Video
+from .conversation import IM_END, IM_START, MARK, OPEN, SYSTEM, Conversation, unmark
 from .output import OutputMachine
 from .template import ChatTemplate
-from .tokenizer import Tokenizer, replace_surrogates
+from .tokenizer import Tokenizer
 
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 ASSISTANT = IM_START + "assistant\n"
-SYSTEM = IM_START + "system\n"
 THINK_CLOSE = "\n</think>\n\n"
 ENDS = (IM_END, "<|endoftext|>")
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
-MARK = "\ufdd0"
-"""A noncharacter that no input keeps (it becomes U+FFFD), so what carries it is ours."""
-
-_STOOD_IN = re.compile(f"{MARK}([sq])([0-9]*){MARK}")
-_VERBATIM = re.compile(f"<parameter={MARK}>\n{MARK}([0-9]+){MARK}\n</parameter>\n")
 _MEDIUM = re.compile(rf"<\|vision_start\|><\|(image|video)_pad\|><\|vision_end\|>{MARK}")
 
 PRESETS: dict[str, dict[bool, dict[str, float]]] = {
@@ -101,117 +89,6 @@ class Prompt:
     cuts: tuple[int, ...] = ()
     text: str = ""
     continued: bool = False
-
-
-class _Conversation:
-    """The messages of a request in the form the template takes, and what was put in their place."""
-
-    def __init__(self, request: Request, clean: Any) -> None:
-        self._clean = clean
-        self.systems: list[str] = []
-        self.verbatim: list[str] = []
-        self.media: list[Image | Video] = []
-        messages = list(request.messages)
-        if not messages:
-            raise InvalidRequestError("messages is empty; give at least one message", param="messages")
-        for i, message in enumerate(messages):
-            if message.role not in ROLES:
-                raise InvalidRequestError(
-                    f"messages[{i}].role is {message.role!r}; it must be one of {', '.join(ROLES)}", param="messages"
-                )
-        first = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
-        if first < len(messages) and messages[first].role == "tool":
-            raise InvalidRequestError(
-                f"messages[{first}] is a tool result with no call before it; put the assistant's tool_calls first",
-                param="messages",
-            )
-        self.messages: list[dict[str, Any]] = []
-        if first:
-            texts = [self._system(messages[i], i) for i in range(first)]
-            self.messages.append({"role": "system", "content": "\n\n".join(text for text in texts if text.strip())})
-        if not any(map(_is_query, messages)):
-            self.messages.append({"role": "user", "content": f"{MARK}q{MARK}"})
-        for i in range(first, len(messages)):
-            self.messages.append(self._message(messages[i], i))
-
-    def _system(self, message: Message, i: int) -> str:
-        if not isinstance(message.content, str) and any(not isinstance(part, Text) for part in message.content):
-            raise InvalidRequestError(f"messages[{i}]: a system message can hold text only", param="messages")
-        return str(self._clean(message.text))
-
-    def _message(self, message: Message, i: int) -> dict[str, Any]:
-        if message.role in ("system", "developer"):
-            # Not a query for the template, so reasoning before it stays as it was.
-            self.systems.append(self._system(message, i).strip())
-            return {"role": "user", "content": f"<tool_response>{MARK}s{len(self.systems) - 1}{MARK}</tool_response>"}
-        trusted = message.role == "assistant"
-        made: dict[str, Any] = {"role": message.role, "content": self._content(message.content, i, trusted)}
-        if trusted:
-            if message.reasoning is not None:
-                made["reasoning_content"] = _unmark(message.reasoning)
-            if message.tool_calls:
-                made["tool_calls"] = [self._call(call, i) for call in message.tool_calls]
-        return made
-
-    def _content(self, content: str | tuple[Part, ...], i: int, trusted: bool) -> str | list[dict[str, Any]]:
-        clean = _unmark if trusted else self._clean
-        if isinstance(content, str):
-            return str(clean(content))
-        parts: list[dict[str, Any]] = []
-        for part in content:
-            if isinstance(part, Text):
-                parts.append({"type": "text", "text": clean(part.text)})
-            elif isinstance(part, Image | Video):
-                # The mark behind it tells this placeholder from one that a user typed.
-                self.media.append(part)
-                parts += [
-                    {"type": "image" if isinstance(part, Image) else "video"},
-                    {"type": "text", "text": MARK},
-                ]
-            else:
-                raise InvalidRequestError(
-                    f"messages[{i}].content holds a {type(part).__name__}; parts are Text, Image or Video",
-                    param="messages",
-                )
-        return parts
-
-    def _call(self, call: ToolCall, i: int) -> dict[str, Any]:
-        if not isinstance(call.name, str) or not call.name:
-            raise InvalidRequestError(f"messages[{i}]: a tool call has no function name", param="messages")
-        arguments: Any = call.arguments
-        if isinstance(arguments, str):
-            parsed = parse_arguments(arguments)
-            if parsed is None:
-                self.verbatim.append(str(self._clean(arguments)))
-                arguments = {MARK: f"{MARK}{len(self.verbatim) - 1}{MARK}"}
-                return {"type": "function", "function": {"name": self._clean(call.name), "arguments": arguments}}
-            arguments = parsed
-        values = {
-            self._clean(str(key)): self._clean(value) if isinstance(value, str) else value
-            for key, value in (arguments or {}).items()
-        }
-        return {"type": "function", "function": {"name": self._clean(call.name), "arguments": values}}
-
-
-def parse_arguments(text: str) -> dict[str, Any] | None:
-    """The arguments in a JSON string; `""` and `"null"` are none; None if it is not an object."""
-    if not text.strip():
-        return {}
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return {} if found is None else found if isinstance(found, dict) else None
-
-
-def _is_query(message: Message) -> bool:
-    """Whether the template takes this message for the user's question."""
-    text = message.text.strip() if message.role == "user" else ""
-    return message.role == "user" and not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
-
-
-def _unmark(text: str) -> str:
-    return replace_surrogates(text).replace(MARK, "\ufffd")
 
 
 def tool_json(tool: Tool) -> Mapping[str, Any]:
@@ -297,7 +174,7 @@ class Frontend:
 
     def _clean(self, text: str) -> str:
         """Text from outside: no marks of ours; in strict mode no special token's spelling stays whole."""
-        text = _unmark(text)
+        text = unmark(text)
         if self.strict:
             text = self.tokenizer.pattern.sub(lambda match: match.group()[:1] + MARK + match.group()[1:], text)
         return text
@@ -406,9 +283,9 @@ class Frontend:
     def _render(self, request: Request) -> tuple[str, list[Image | Video], bool]:
         """The text with marks left in it, its media, and whether the output starts inside a think block."""
         thinking = request.thinking is not False and request.thinking_budget != 0
-        talk = _Conversation(request, self._clean)
+        talk = Conversation(request, self._clean)
         if request.continue_final_message:
-            thinking = _leave_open(talk.messages[-1], request.messages[-1])
+            thinking = talk.leave_open(request.messages[-1])
         keep = request.preserve_thinking
         if keep is None and request.tools:
             keep = True
@@ -423,8 +300,8 @@ class Frontend:
             **options,
         )
         if request.continue_final_message:
-            text = text[: text.index(f"{MARK}c{MARK}")]
-        return _put_back(text, talk), talk.media, thinking
+            text = text[: text.index(OPEN)]
+        return talk.put_back(text), talk.media, thinking
 
     def _expand(
         self, text: str, media: Sequence[Image | Video], limit: int | None
@@ -538,43 +415,3 @@ def _read_generation(data: bytes | None) -> dict[str, Any]:
                 f"generation_config.json: {key} is {value!r:.80}; it must be {kind} from {low} to {high}"
             )
     return found
-
-
-def _leave_open(made: dict[str, Any], message: Message) -> bool:
-    """Mark where the final assistant message is to be continued; True if that is inside its think block."""
-    if message.role != "assistant" or message.tool_calls:
-        raise InvalidRequestError(
-            "continue_final_message needs an assistant message without tool calls at the end", param="messages"
-        )
-    mark = f"{MARK}c{MARK}"
-    if message.reasoning is not None and not message.content:
-        made["reasoning_content"] = message.reasoning + mark
-        return True
-    if isinstance(made["content"], str):
-        made["content"] += mark
-    else:
-        made["content"].append({"type": "text", "text": mark})
-    return False
-
-
-def _put_back(text: str, talk: _Conversation) -> str:
-    """Replace the turns that stand in for late system messages and a missing query, and unparsable arguments."""
-    if talk.verbatim:
-        text = _VERBATIM.sub(lambda match: talk.verbatim[int(match.group(1))] + "\n", text)
-    pieces: list[str] = []
-    done = seen = 0
-    for match in _STOOD_IN.finditer(text):
-        start = text.rfind(IM_START, done, match.start())
-        end = text.find(IM_END, match.end())
-        if start < 0 or end < 0:
-            raise InvalidRequestError("the chat template cannot print a late system message", param="messages")
-        end += len(IM_END)
-        end += text.startswith("\n", end)
-        pieces.append(text[done:start])
-        if match.group(1) == "s":
-            pieces.append(f"{SYSTEM}{talk.systems[int(match.group(2))]}{IM_END}\n")
-            seen += 1
-        done = end
-    if seen != len(talk.systems):
-        raise InvalidRequestError("the chat template cannot print a late system message", param="messages")
-    return "".join([*pieces, text[done:]])

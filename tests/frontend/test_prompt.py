@@ -13,7 +13,8 @@ import pytest
 
 from ninfer_core.config import QWEN36_27B, QWEN36_35B_A3B
 from ninfer_core.errors import ContentError, InvalidRequestError, MediaError, UnsupportedError
-from ninfer_core.frontend.prompt import Frontend, parse_arguments
+from ninfer_core.frontend.conversation import parse_arguments
+from ninfer_core.frontend.prompt import Frontend
 from ninfer_core.testing import scripted_config, scripted_resources
 from ninfer_core.types import Image, Message, Request, Text, Tool, ToolCall, ToolChoice, Video
 

@@ -14,7 +14,7 @@ import pytest
 from renderers import qwen35, qwen36
 
 from ninfer_core.errors import ContentError, InvalidRequestError
-from ninfer_core.frontend import template as module
+from ninfer_core.frontend import sandbox
 from ninfer_core.frontend.template import ChatTemplate
 
 SOURCE = resources.files("ninfer_core").joinpath("demo/chat_template.jinja").read_text(encoding="utf-8")
@@ -360,8 +360,8 @@ GROWN = "{% set n = namespace(x='a') %}{% for i in range(22) %}{% set n.x = n.x 
     ],
 )  # fmt: skip
 def test_a_hostile_template_ends_with_a_client_error(source, monkeypatch):
-    monkeypatch.setattr(module, "MAX_STEPS", 50_000)
-    monkeypatch.setattr(module, "MAX_CHARACTERS", 20_000_000)
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 50_000)
+    monkeypatch.setattr(sandbox, "MAX_CHARACTERS", 20_000_000)
     begin = time.thread_time()
     made = ChatTemplate(source)
     with pytest.raises(InvalidRequestError, match="failed on this conversation"):
@@ -370,7 +370,7 @@ def test_a_hostile_template_ends_with_a_client_error(source, monkeypatch):
 
 
 def test_processor_time_is_bounded(monkeypatch):
-    monkeypatch.setattr(module, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
     made = ChatTemplate("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}")
     begin = time.thread_time()
     with pytest.raises(InvalidRequestError, match="processor time"):
