@@ -32,12 +32,13 @@ def conversations(rng):
 
 
 @pytest.mark.parametrize(
-    "drafts,pages,checkpoints,accept",
-    [(3, 60, 6, 1.0), (5, 24, 3, 0.5), (0, 30, 8, 1.0), (2, 14, 40, 0.2)],
+    "drafts,pages,checkpoints,accept,blocks",
+    [(3, 60, 6, 1.0, 0), (5, 24, 3, 0.5, 90), (0, 30, 8, 1.0, 0), (2, 14, 40, 0.2, 30)],
 )
-def test_random_requests_equal_solo_runs_and_leave_nothing(drafts, pages, checkpoints, accept):
+def test_random_requests_equal_solo_runs_and_leave_nothing(drafts, pages, checkpoints, accept, blocks):
+    """`blocks` of host memory, where copies take their time."""
     rng = random.Random(drafts * 1000 + pages)
-    machine = Machine(slots=3, pages=pages, checkpoints=checkpoints, drafts=drafts)
+    machine = Machine(slots=3, pages=pages, checkpoints=checkpoints, drafts=drafts, blocks=blocks, slow=True)
     if accept < 1:
         machine.runner.proposal = lambda s, made: [t if rng.random() < accept else (t + 1) % 250 for t in made]
     prompt = conversations(rng)
@@ -71,6 +72,8 @@ def test_random_requests_equal_solo_runs_and_leave_nothing(drafts, pages, checkp
         if rng.random() < 0.005:
             failing[0] = 1
         machine.scheduler.step()
+        if blocks and rng.random() < 0.3:
+            machine.host.end(rng.randint(1, 3))
         if rng.random() < 0.1:
             machine.audit()
         for handle in [h for h in live if h.done]:
@@ -96,6 +99,11 @@ def test_random_requests_equal_solo_runs_and_leave_nothing(drafts, pages, checkp
     assert stats["checkpoints"] <= checkpoints and stats["checkpoints_evicted"] > 20
     assert cached > 5000 and ended["done"] > REQUESTS * 0.6 and ended["cancelled"] > 10
     assert 5 < ended["failed"] < REQUESTS * 0.15
+    if blocks:
+        assert stats["host_restored"] > 10 and stats["host_evicted"] > 10
+        machine.reuse.host.clear()
+        assert machine.reuse.host.blocks.free == blocks
+        assert not machine.reuse.host.cache._root.children
     machine.reuse.cache.clear()
     assert machine.reuse.pages.free == pages and machine.reuse.saves.free == checkpoints
     assert not machine.reuse.cache._root.children
