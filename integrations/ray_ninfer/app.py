@@ -2,60 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
 import threading
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ninfer_cli.server.settings import ServerSettings
 from ray import serve as ray_serve
+from ray.exceptions import AuthenticationError as RayAuthenticationError
 from ray.serve import Application
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 from starlette.types import Receive, Scope, Send
 
-from ninfer_core.errors import InvalidRequestError
+from ninfer_core.errors import AuthenticationError, EngineError, ServerUnreachableError
 
-from .front import Front
-from .replica import Replica
+from .deployments import ServedFront, ServedReplica
+from .plan import Plan
 from .router import ConversationRouter
 
 NAME = "ninfer"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to run: `options` go to `Engine.load`, `replicas` is a number or "auto" (1 to `max_replicas`, by load).
-
-    `drain` is how long a replica that is replaced may go on with its requests, seconds; `fronts` how many processes
-    read requests and choose replicas; `num_gpus` and `num_cpus` are what one replica asks Ray for.
-    """
-
-    model: str = "demo"
-    options: dict[str, Any] = field(default_factory=dict)
-    settings: ServerSettings = field(default_factory=ServerSettings)
-    replicas: int | str = 1
-    max_replicas: int = 8
-    fronts: int = 1
-    num_gpus: float = 0
-    num_cpus: float = 1
-    drain: float = 600.0
-
-    def __post_init__(self) -> None:
-        if self.replicas != "auto" and (not isinstance(self.replicas, int) or self.replicas < 1):
-            raise InvalidRequestError(f"replicas must be at least 1, or auto; not {self.replicas!r}", param="replicas")
-        if self.max_replicas < 1 or self.fronts < 1:
-            raise InvalidRequestError(
-                f"max_replicas and fronts must be at least 1, not {self.max_replicas} and {self.fronts}",
-                param="max_replicas",
-            )
-        if self.settings.stored_responses:
-            raise InvalidRequestError(
-                f"store_responses is {self.settings.stored_responses}, but a replica cannot read what another one "
-                "keeps: with Ray it must be 0",
-                param="store_responses",
-            )
+_ANSWERS = 10.0
 
 
 class _Gate:
@@ -74,8 +44,8 @@ class _Gate:
             await ray_serve.get_replica_context().servable_object.forward(scope, receive, send)
 
 
-def application(plan: Plan) -> Application:
-    """The application of a plan."""
+def application(plan: Plan, replica: type[ServedReplica] = ServedReplica) -> Application:
+    """The application of a plan; `replica` may be a class of your own, say with further methods for its handle."""
     room = plan.settings.slots
     resources = {"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus}
     options: dict[str, Any] = {
@@ -84,7 +54,7 @@ def application(plan: Plan) -> Application:
         "max_queued_requests": max(1, plan.settings.max_queue),
         "graceful_shutdown_timeout_s": plan.drain,
         "graceful_shutdown_wait_loop_s": 0.5,
-        "health_check_period_s": 5.0,
+        "health_check_period_s": plan.health_period,
         "health_check_timeout_s": 30.0,
         "request_router_config": RequestRouterConfig(
             request_router_class=ConversationRouter, request_router_kwargs={"spread": room}
@@ -96,12 +66,16 @@ def application(plan: Plan) -> Application:
             "min_replicas": 1,
             "max_replicas": plan.max_replicas,
             "target_ongoing_requests": room,
+            "upscale_delay_s": plan.grow_after,
+            "downscale_delay_s": plan.shrink_after,
+            # Averaged over less than the delay, so that a delay is what it says.
+            "look_back_period_s": max(1.0, min(30.0, plan.grow_after)),
         }
     else:
         options["num_replicas"] = plan.replicas
-    replicas = ray_serve.deployment(Replica, name="replica", **options).bind(plan.model, plan.options, plan.settings)
+    replicas = ray_serve.deployment(replica, name="replica", **options).bind(plan.model, plan.options, plan.settings)
     front = ray_serve.deployment(
-        ray_serve.ingress(_Gate())(Front),
+        ray_serve.ingress(_Gate())(ServedFront),
         name="front",
         num_replicas=plan.fronts,
         ray_actor_options={"num_cpus": 0},
@@ -113,28 +87,8 @@ def application(plan: Plan) -> Application:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application of a config file's `args`: the fields of `Plan`, with `settings` as an object.
-
-    Raises:
-        InvalidRequestError: an unknown or wrong field.
-    """
-    known = {item.name for item in fields(Plan)}
-    if unknown := sorted(set(args) - known):
-        raise InvalidRequestError(f"args has {', '.join(unknown)}; it knows {', '.join(sorted(known))}", param="args")
-    settings = dict(args.get("settings", {}))
-    known = {item.name for item in fields(ServerSettings)}
-    if unknown := sorted(set(settings) - known):
-        raise InvalidRequestError(
-            f"settings has {', '.join(unknown)}; it knows {', '.join(sorted(known))}", param="settings"
-        )
-    for name in ("api_keys", "origins", "media_domains"):
-        if settings.get(name) is not None:
-            settings[name] = tuple(settings[name])
-    if "metrics_compat" in settings:
-        settings["metrics_compat"] = frozenset(settings["metrics_compat"])
-    checked = ServerSettings(**settings)
-    options = {"max_sequences": checked.slots, "max_queue": checked.max_queue, **args.get("options", {})}
-    return application(Plan(**{**args, "settings": checked, "options": options}))
+    """The application of a config file's `args`; see `Plan.of`."""
+    return application(Plan.of(args))
 
 
 def serve(settings: ServerSettings, model: str, options: dict[str, Any], replicas: str) -> int:
@@ -142,20 +96,26 @@ def serve(settings: ServerSettings, model: str, options: dict[str, Any], replica
 
     Raises:
         InvalidRequestError: `replicas` is neither a number nor `auto`, or a setting needs one process.
+        ServerUnreachableError: no cluster answers at RAY_ADDRESS.
+        AuthenticationError: the cluster wants another token.
+        EngineError: Ray could not start the application, say because no replica could load the model.
     """
     count: int | str = int(replicas) if replicas.isdecimal() else replicas
     Plan(model, options, settings, count)  # what is wrong shows before a cluster is started
-    ray.init(namespace="serve", log_to_driver=False, configure_logging=False)
+    connect(os.environ)
     stop = threading.Event()
     try:
         there = ray.cluster_resources()
         gpus = int(there.get("GPU", 0)) if options.get("device") != "cpu" else 0
         most = gpus or int(there.get("CPU", 1))
-        ray_serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
         plan = Plan(model, options, settings, count, max_replicas=max(1, most), num_gpus=1 if gpus else 0, num_cpus=1)
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, lambda *_: stop.set())
-        ray_serve.run(application(plan), name=NAME, route_prefix="/")
+        try:
+            ray_serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
+            ray_serve.run(application(plan), name=NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise EngineError(f"Ray Serve could not start the application: {error}") from error
         sys.stderr.write(f"ninfer: {replicas} replicas of {model} on http://{settings.host}:{settings.port}\n")
         stop.wait()
     finally:
@@ -165,3 +125,37 @@ def serve(settings: ServerSettings, model: str, options: dict[str, Any], replica
         ending.join(settings.shutdown_grace + 10.0)
         ray.shutdown()
     return 0
+
+
+def connect(environ: Mapping[str, str]) -> None:
+    """Join the cluster of RAY_ADDRESS, or start one on this machine.
+
+    Raises:
+        ServerUnreachableError: nothing answers there.
+        AuthenticationError: the cluster refuses this client's token.
+    """
+    address = environ.get("RAY_ADDRESS", "")
+    where = f"the Ray cluster of RAY_ADDRESS={address}" if address else "a Ray cluster of this machine"
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        # Ray itself tries for minutes, and then ends the process.
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
+        except (OSError, OverflowError) as error:
+            raise ServerUnreachableError(
+                f"{where} does not answer ({error}): start it with `ray start --head`, correct RAY_ADDRESS, "
+                "or unset it to use a cluster of this machine"
+            ) from error
+    try:
+        ray.init(namespace="serve", log_to_driver=False, configure_logging=False)
+    except RayAuthenticationError as error:
+        raise AuthenticationError(
+            f"{where} refused this client's token: give the cluster's own in RAY_AUTH_TOKEN or as the file "
+            f"RAY_AUTH_TOKEN_PATH, with RAY_AUTH_MODE=token ({_first_line(error)})"
+        ) from error
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ServerUnreachableError(f"{where} could not be used: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,23 +1,24 @@
-"""The address of all replicas: reads a request, names its conversation, plays the answer of the replica that got it."""
+"""The address of all replicas: reads a request, names its conversation, plays the answer of its replica. No Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from typing import Any
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Protocol
 
 from ninfer_cli.server.errors import HttpError, body_of, dialect_of, fault_of, status_of
 from ninfer_cli.server.settings import ServerSettings
 from ninfer_cli.server.wire import JsonResponse, ndjson, sse
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from ninfer_core.errors import EngineBusyError
 
-from .replica import HttpCall
+from .replica import HttpCall, ReplicaLostError
 from .routing import Key, conversation_key
 
 logger = logging.getLogger("ninfer.server")
@@ -33,12 +34,23 @@ _ONE_REPLICA = {
 }
 
 
-class Front:
-    """The ASGI side of the application; `handle` is the deployment of replicas."""
+class Replicas(Protocol):
+    """All replicas, and the choice among them."""
 
-    def __init__(self, handle: Any, settings: ServerSettings) -> None:
-        self.calls = handle.options(stream=True).call
-        self.settings = settings
+    def call(self, call: HttpCall) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """ASGI messages of the answer in batches; an asynchronous generator, whose early end is a disconnect.
+
+        Raises:
+            EngineBusyError: none has room.
+            ReplicaLostError: the one that was chosen does not answer, or not to the end.
+        """
+
+
+class Front:
+    """The ASGI side of the application over its replicas."""
+
+    def __init__(self, replicas: Replicas, settings: ServerSettings) -> None:
+        self.replicas, self.settings = replicas, settings
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
@@ -66,21 +78,21 @@ class Front:
     async def _play(self, call: HttpCall, answer: Answer) -> None:
         """Send a replica's answer. A replica lost before its first byte is made up for by another one."""
         for attempt in range(1, _ATTEMPTS + 1):
-            batches = self.calls.remote(call)
             try:
-                async for batch in batches:
-                    for message in batch:
-                        await answer.send(message)
+                async with aclosing(self.replicas.call(call)) as batches:
+                    async for batch in batches:
+                        for message in batch:
+                            await answer.send(message)
                 return
-            except (BackPressureError, DeploymentUnavailableError) as error:
-                raise EngineBusyError("all replicas are full; try again shortly", retry_after=1.0) from error
-            except RayActorError as error:
+            except ReplicaLostError as error:
                 logger.warning("a replica was lost under %s (attempt %d): %s", call.scope["path"], attempt, error)
+                if answer.ended:
+                    return
                 if answer.started or attempt == _ATTEMPTS:
                     text = "the replica that answered this request was lost; send it again"
                     raise EngineBusyError(text, retry_after=1.0) from error
-            finally:
-                batches.cancel()
+                if error.replica:
+                    call = replace(call, avoid=(*call.avoid, error.replica))
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The body, cut off behind the limit, which the replica then reports; None: the client left."""

@@ -1,49 +1,60 @@
-"""One replica: an engine behind the HTTP application, called by the front with whole requests, and its health."""
+"""One replica: an engine behind the HTTP app, called with whole requests by the front, and its health. No Ray."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from ninfer_cli.server.app import build_app
-from ninfer_cli.server.host import ModelHost, loaded
-from ninfer_cli.server.settings import ServerSettings
-from ray.util.metrics import Gauge
-
-from ninfer_core import store
-from ninfer_core.engine import Engine
 from ninfer_core.errors import EngineFailedError
 
 from .routing import Key
 
-logger = logging.getLogger("ninfer.server")
 _FAREWELL = 5.0
+# States of an engine that no request should wait for; while it restarts or checks itself, one may.
+_DEAD = ("failed", "stalled", "closed")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpCall:
-    """A request as it travels to a replica: its ASGI scope, its whole body, and its routing key."""
+    """A request as it travels to a replica: its ASGI scope, its whole body, its routing key.
+
+    `avoid` names replicas that have failed this request already.
+    """
 
     scope: dict[str, Any]
     body: bytes
     key: Key | None
+    avoid: tuple[str, ...] = ()
+
+
+class ReplicaLostError(Exception):
+    """A replica cannot answer, or can no longer; `replica` is its name, empty where the router knows it is gone."""
+
+    def __init__(self, reason: str, replica: str = "") -> None:
+        super().__init__(reason, replica)
+        self.reason, self.replica = reason, replica
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Replica:
-    """A loaded model. Serve keeps it while `check_health` passes, and lets its streams end before it stops it."""
+    """An engine and its ASGI application (`build_app`); `name` is what the router calls it."""
 
-    def __init__(self, model: str, options: dict[str, Any], settings: ServerSettings) -> None:
-        entry = store.describe(model)
-        self.engine = Engine.load(str(entry.path), **options)
-        host = ModelHost(settings, loaded(self.engine, str(entry.path), entry.path, entry.name))
-        self.app = build_app(host, settings)
-        self._gauges = EngineGauges()
+    def __init__(self, engine: Any, app: Any, name: str = "") -> None:
+        self.engine, self.app, self.name = engine, app, name
 
-    async def call(self, call: HttpCall) -> AsyncIterator[list[dict[str, Any]]]:
-        """Run the application; its ASGI messages in batches as they come. Closing this early is a disconnect."""
+    async def call(self, call: HttpCall) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Run the application; its ASGI messages in batches as they come. Closing this early is a disconnect.
+
+        Raises:
+            ReplicaLostError: the engine can make no token, so another replica should answer.
+        """
+        # Without this a dead engine would be the idlest replica, and get every new conversation until it is replaced.
+        if (status := self.engine.health()["status"]) in _DEAD:
+            raise ReplicaLostError(f"its engine is {status}", self.name)
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         gone = asyncio.Event()
         unread = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -80,7 +91,7 @@ class Replica:
             await asyncio.gather(running, return_exceptions=True)
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises three times in a row, 5 s apart.
+        """Serve replaces the replica when this raises three times in a row.
 
         Raises:
             EngineFailedError: the engine cannot make a token, or is finding out whether it can.
@@ -88,30 +99,10 @@ class Replica:
         status = self.engine.health()["status"]
         if status != "ok":
             raise EngineFailedError(f"the engine cannot make a token: it is {status}")
-        self._gauges.publish(self.app.state.server.metrics.registry)
 
-    def __del__(self) -> None:
-        if hasattr(self, "app"):
-            self.app.state.server.stop_generations()
-        if hasattr(self, "engine"):
-            self.engine.close()
-
-
-class EngineGauges:
-    """The server's Prometheus series as metrics of Ray, under the same names with `_` for `:`; Ray tags the replica."""
-
-    def __init__(self) -> None:
-        self._gauges: dict[str, Gauge] = {}
-
-    def publish(self, registry: Any) -> None:
-        """Set every series to its value of now."""
-        for family in registry.collect():
-            for sample in family.samples:
-                if sample.name.endswith("_created"):
-                    continue
-                gauge = self._gauges.get(sample.name)
-                if gauge is None:
-                    name = sample.name.replace(":", "_")
-                    gauge = Gauge(name, description=family.documentation, tag_keys=tuple(sorted(sample.labels)))
-                    self._gauges[sample.name] = gauge
-                gauge.set(float(sample.value), tags=dict(sample.labels))
+    def close(self) -> None:
+        """End what runs, with an error event, and the engine."""
+        server = self.app.state.server
+        server.stop_generations()
+        server.workers.shutdown(wait=False, cancel_futures=True)
+        self.engine.close()

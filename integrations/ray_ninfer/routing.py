@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _TEXT = 256
 _HEAD_ROLES = ("system", "developer")
+_FOLLOWED = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +86,23 @@ class Affinity:
         self.spread, self.remembered = spread, remembered
         self._homes: OrderedDict[str, str] = OrderedDict()
 
-    def order(self, key: Key | None, loads: Mapping[str, int]) -> list[str]:
-        """The replicas from best to worst. `loads` has the requests that each available one runs or keeps waiting."""
+    def order(self, key: Key | None, loads: Mapping[str, int], avoid: Collection[str] = ()) -> list[str]:
+        """The replicas from best to worst, those to `avoid` last.
+
+        `loads` has the requests that each available one runs or keeps waiting.
+        """
         if not loads:
             return []
         idlest = min(loads.values())
         if key is None:
-            return sorted(loads, key=lambda name: (loads[name], name))
+            return sorted(loads, key=lambda name: (name in avoid, loads[name], name))
         home = self._homes.get(key.conversation)
         if home is not None and loads.get(home, idlest) > idlest + self.spread:
             home = None
         shared = self._homes.get(key.head) if key.head else None
 
-        def rank(name: str) -> tuple[bool, int, bool, str]:
-            return (name != home, loads[name], name != shared, _inverse(key.conversation, name))
+        def rank(name: str) -> tuple[bool, bool, int, bool, str]:
+            return (name in avoid, name != home, loads[name], name != shared, _inverse(key.conversation, name))
 
         return sorted(loads, key=rank)
 
@@ -118,6 +122,47 @@ class Affinity:
         alive = set(replicas)
         for part in [part for part, home in self._homes.items() if home not in alive]:
             del self._homes[part]
+
+
+class Balance:
+    """The choice for every request of one router, with what it sent where and has not seen end.
+
+    `spread` as in `Affinity`. Times are seconds of any steady clock.
+    """
+
+    def __init__(self, spread: int) -> None:
+        self._affinity = Affinity(spread)
+        self._sent: dict[str, str] = {}  # request to replica
+        self._meant: dict[str, tuple[str, float]] = {}  # chosen, not sent yet: a burst must not see an idle replica
+
+    def order(
+        self, request: str, key: Key | None, replicas: Collection[str], now: float, avoid: Collection[str] = ()
+    ) -> list[str]:
+        """The available replicas from best to worst for a request, which counts as meant for the best for a while."""
+        # A choice that was not followed, because the replica was full or the client left, soon stops counting.
+        self._meant = {name: choice for name, choice in self._meant.items() if now - choice[1] < _FOLLOWED}
+        loads = dict.fromkeys(replicas, 0)
+        for name in [*self._sent.values(), *(choice for own, (choice, _) in self._meant.items() if own != request)]:
+            if name in loads:
+                loads[name] += 1
+        order = self._affinity.order(key, loads, avoid)
+        if request and order:
+            self._meant[request] = (order[0], now)
+        return order
+
+    def sent(self, request: str, key: Key | None, replica: str) -> None:
+        """The replica has taken the request."""
+        self._meant.pop(request, None)
+        self._sent[request] = replica
+        self._affinity.routed(key, replica)
+
+    def ended(self, request: str) -> None:
+        """The request has ended, in whatever way."""
+        self._sent.pop(request, None)
+
+    def keep(self, replicas: Sequence[str]) -> None:
+        """Replicas have come or gone; these are there."""
+        self._affinity.keep(replicas)
 
 
 def _inverse(key: str, replica: str) -> str:
