@@ -33,6 +33,9 @@ RING = 16
 ROWS = 64
 """Most rows in a call of the fused path."""
 
+MULTIPROCESSORS = 132
+"""Of the card that sizes are described for; buffers of partial results grow with them."""
+
 RESERVE = 512 << 20
 """Device memory beside the plan: compiled kernels, CUDA graphs, fragments, and what other programs ask for."""
 
@@ -161,8 +164,8 @@ def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) 
         return rows * (columns // 32 * 36 + 4 * parts)
 
     hidden, width, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
-    splits = max(16, -(-(context + RING // 2) // 128))
-    parts = max(RING // 2 * splits, rows * 16)
+    most = min(256, 3 * MULTIPROCESSORS // config.num_key_value_heads)
+    parts = max(RING // 2, rows // 2) * max(16, min(most, -(-(context + RING // 2) // PAGE)))
     total = 5 * rows * hidden * 4 + 2 * activation(hidden, hidden // 32) + activation(2 * hidden, 1)
     total += activation(width, 4 * heads) + activation(config.query_width, 1)
     total += rows * (2 * (config.conv_channels + width) + 8 * heads + 4 * (config.query_width + config.kv_width))
@@ -229,6 +232,10 @@ class Footprint:
         """Pages of one sequence that fills the context, with room for the drafts beyond its last token."""
         return -(-(context + self.drafts) // PAGE)
 
+    def kept(self, tokens: int) -> int:
+        """Bytes of host memory for the state and pages of a prompt that the prefix cache keeps there."""
+        return (-(-self.slot // self.page) + -(-tokens // PAGE)) * self.page
+
     def total(self, context: int, slots: int = 1) -> int:
         """Bytes for one full context, with the state of `slots` sequences and checkpoints."""
         fixed = self.weights + sum(self.workspaces(context).values()) + slots * self.slot
@@ -271,9 +278,9 @@ def fused_footprint(
         UnsupportedError: a KV type that its kernels do not read.
         GeometryError: a matrix that its kernels do not take.
     """
-    if kv_cache != "int8":
+    if kv_cache not in ("int8", "bf16"):
         raise UnsupportedError(
-            f'kv_cache is {kv_cache!r}; the Triton kernels keep keys and values in int8 only: use kv_cache="int8", or '
+            f"kv_cache is {kv_cache!r}; the Triton kernels keep keys and values in int8 or bf16: use one of these, or "
             'device="cpu"',
             param="kv_cache",
         )

@@ -202,6 +202,7 @@ def _at_context(footprint: Footprint, context: int, overhead: int) -> dict[str, 
         "buffers": sum(footprint.workspaces(context).values()),
         "driver": overhead,
         "total": footprint.total(context) + overhead,
+        "host_cache": footprint.kept(context),
     }
 
 
@@ -220,8 +221,10 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     chunks = [f"{card['chunk']:,}" if card["longest"] else "-" for card in memory["cards"]]
     rows.append(["prompt chunk", "", "", "", "", "", "", *chunks])
     drafting = f", {memory['draft_tokens']} drafts" if memory["draft_tokens"] else ""
+    kept = ", ".join(f"{row['context']:,} tokens {size(row['host_cache'])}" for row in memory["contexts"])
     title = f"memory on a GPU, one sequence, {memory['kv_cache']} KV cache{drafting}:"
-    return [title, *table(header, rows, right=range(1, len(header)))]
+    kept = f"in host memory (host_cache_gb) a conversation takes: {kept}"
+    return [title, *table(header, rows, right=range(1, len(header))), kept]
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def _host_blocks(options: EngineOptions, footprint: Footprint, kept: int) -> int
         MemoryPlanError: they would hold no checkpoint, or none comes to be on the device that could move there.
     """
     blocks = int(options.host_cache_gb * 1e9) // footprint.page
-    smallest = footprint.slot + 2 * footprint.page
+    smallest = footprint.kept(1)
     if options.host_cache_gb and blocks * footprint.page < smallest:
         raise MemoryPlanError(
             f"host_cache_gb is {options.host_cache_gb:g}, and the state of one short prompt takes {smallest / 1e9:.3g} "

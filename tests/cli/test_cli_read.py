@@ -100,6 +100,13 @@ def test_show_says_what_a_gpu_needs(cli) -> None:
     (header,) = (line for line in lines if line.startswith("CONTEXT"))
     assert all(word in header for word in ("KV CACHE", "TOTAL", "24 GB", "80 GB"))
     assert any(line.startswith("longest context") for line in lines)
+    kept = memory["contexts"][0]["host_cache"]
+    assert (
+        0
+        < kept - memory["contexts"][0]["kv_cache"]
+        <= memory["contexts"][0]["state"] + memory["contexts"][0]["kv_cache"]
+    )
+    assert any(line.startswith("in host memory (host_cache_gb)") and "4,096 tokens" in line for line in lines)
 
 
 def test_show_describes_published_models_that_are_not_installed(cli) -> None:

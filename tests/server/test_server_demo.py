@@ -25,7 +25,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Franc
 @pytest.fixture(scope="module")
 def demo() -> Iterator[tuple[str, Engine]]:
     """The address of a server over the demo engine."""
-    engine = Engine.load("demo", device="cpu", max_sequences=2, threads=1)
+    engine = Engine.load("demo", device="cpu", max_sequences=2, threads=1, host_cache_gb=0.05)
     with serving(build_app(engine, ServerSettings(slots=2), artifact=demo_path())) as port:
         yield f"http://127.0.0.1:{port}", engine
     engine.close()
@@ -167,4 +167,6 @@ def test_gauges_of_the_prefix_cache(demo: tuple[str, Engine]) -> None:
     assert cached[1] > 0 and found["ninfer:prefix_cache_hits_total"] >= cached[1]
     assert found["ninfer:prefix_cache_checkpoints"] == stats["checkpoints"] > 0
     assert found["ninfer:kv_pages"] == stats["pages_total"] and found["ninfer:kv_pages_cached"] > 0
+    assert found["ninfer:prefix_cache_host_bytes_limit"] == stats["host_bytes_total"] > 40e6
+    assert found["ninfer:prefix_cache_host_restored"] == stats["host_restored"]
     assert found["ninfer:kv_pages_in_use"] == 0 and found["ninfer:prefix_cache_lookup_hits"] >= 1

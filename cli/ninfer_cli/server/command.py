@@ -80,6 +80,10 @@ def serve(
     checkpoints: Annotated[
         int | None, typer.Option(min=1, max=4096, help="States kept for that. [default: as memory allows]")
     ] = None,
+    host_cache_gb: Annotated[
+        float | None,
+        typer.Option(min=0, help="Host memory for what the prefix cache would give up, GB. [default: none]"),
+    ] = None,
     cache_answers: Annotated[
         bool, typer.Option("--cache-answers/--no-cache-answers", help="Keep what was written, too.")
     ] = True,
@@ -168,6 +172,7 @@ def serve(
         "prefix_cache": _prefix_cache(prefix_cache, prefix_cache_tokens, checkpoints),
         "checkpoints": checkpoints,
         "cache_answers": None if cache_answers else False,
+        "host_cache_gb": host_cache_gb,
         "vision": vision or None,
         "device": device,
         "threads": threads,

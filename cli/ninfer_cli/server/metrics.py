@@ -59,6 +59,12 @@ _GAUGES = {
     "prefix_cache_checkpoints_evicted": ("checkpoints_evicted", "States that made room for others since loading"),
     "prefix_cache_lookups": ("prefix_queries", "Prompts looked up in the prefix cache since loading"),
     "prefix_cache_lookup_hits": ("prefix_hits", "Prompts of which it had a beginning"),
+    "prefix_cache_host_checkpoints": ("host_checkpoints", "States that it keeps in host memory"),
+    "prefix_cache_host_bytes": ("host_bytes", "Bytes of host memory that these and their pages take"),
+    "prefix_cache_host_bytes_limit": ("host_bytes_total", "Bytes of host memory that they may take"),
+    "prefix_cache_host_stored": ("host_stored", "States copied to host memory since loading"),
+    "prefix_cache_host_restored": ("host_restored", "Prompts resumed from host memory since loading"),
+    "prefix_cache_host_evicted": ("host_evicted", "States that made room for others there since loading"),
 }
 _ALWAYS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 _IN_USE = "Pages of the KV cache that running requests hold"
