@@ -218,7 +218,7 @@ def _delta_tensors(
 
 
 class FusedState(DeviceState):
-    """What `State` is, in the layouts of the fused kernels: INT8 pages of 64 tokens and `DeltaState` per GDN layer.
+    """What `State` is, in the layouts of the fused kernels: pages of 64 tokens and `DeltaState` per GDN layer.
 
     A window needs no room of its own: its rows lie in the rings, so a slot serves windows of up to `RING / 2` rows.
 
@@ -226,19 +226,30 @@ class FusedState(DeviceState):
         config: the model.
         slots: sequences and checkpoints that hold GDN state at once.
         pages: KV pages, shared by all sequences; one page table serves the trunk and the MTP layer.
+        kv_dtype: "int8" (groups of 64, fp16 scales) or "bf16".
         max_draft: most drafts in a window.
         device: where the tensors live.
 
     Raises:
-        InvalidRequestError: head sizes or a window that the fused kernels do not serve.
+        InvalidRequestError: head sizes, pages or a window that the fused kernels do not serve.
     """
 
     page_size = 64
-    kv_dtype = "int8"
 
     def __init__(
-        self, config: ModelConfig, *, slots: int, pages: int, max_draft: int = 3, device: torch.device | str = "cuda"
+        self,
+        config: ModelConfig,
+        *,
+        slots: int,
+        pages: int,
+        kv_dtype: str = "int8",
+        max_draft: int = 3,
+        device: torch.device | str = "cuda",
     ) -> None:
+        if kv_dtype not in ("int8", "bf16"):
+            raise InvalidRequestError(
+                f"kv_dtype is {kv_dtype!r}; the fused kernels read int8 or bf16", param="kv_dtype"
+            )
         sizes = (config.head_dim, config.linear_key_head_dim, config.linear_value_head_dim)
         if sizes != (256, 128, 128):
             raise InvalidRequestError(
@@ -250,12 +261,16 @@ class FusedState(DeviceState):
                 param="draft_tokens",
             )
         self.config, self.slots, self.pages, self.device = config, slots, pages, torch.device(device)
-        self.window = max_draft + 1
+        self.kv_dtype, self.window = kv_dtype, max_draft + 1
         layers = len(config.attention_layers) + config.mtp_num_hidden_layers
         shape = (layers, 2, config.num_key_value_heads, pages, self.page_size)
-        self.kv_codes = torch.zeros(*shape, 256, dtype=torch.int8, device=device)
-        self.kv_scales = torch.zeros(*shape, 256 // KV_GROUP, dtype=torch.float16, device=device)
-        kv = tuple(KVLayer(self.kv_codes[i], self.kv_scales[i]) for i in range(layers))
+        self.kv_codes = torch.zeros(*shape, 256, dtype=_KV_TYPES[kv_dtype], device=device)
+        self.kv_scales = (
+            torch.zeros(*shape, 256 // KV_GROUP, dtype=torch.float16, device=device) if kv_dtype == "int8" else None
+        )
+        kv = tuple(
+            KVLayer(self.kv_codes[i], None if self.kv_scales is None else self.kv_scales[i]) for i in range(layers)
+        )
         self.kv, self.mtp_kv = kv[: len(config.attention_layers)], kv[len(config.attention_layers) :]
         self._slot_tensors = _delta_tensors(
             len(config.gdn_layers), slots, config.linear_num_key_heads, config.linear_num_value_heads, device

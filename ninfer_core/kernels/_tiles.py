@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..footprint import MULTIPROCESSORS
 from ._order import KernelMatrix
 
 
@@ -19,6 +20,13 @@ class Tile(NamedTuple):
     tiles: int
     steps: int
     warps: int
+
+
+class Attention(NamedTuple):
+    """Rows of a sequence that an attention program serves with one read of a page; whether it asks for keys ahead."""
+
+    rows: int
+    ahead: bool
 
 
 def steps(units: int, warps: int, most: int, multiple: int = 1) -> int:
@@ -71,6 +79,25 @@ def experts(matrix: KernelMatrix) -> Tile:
     """Tile of the routed gate/up: 32 gate and 32 up rows."""
     count = warps(matrix.groups, 8)
     return Tile(2, steps(matrix.groups, count, 4), count)
+
+
+def attention(int8: bool) -> Attention:
+    """Two rows read a page once; with bf16 pages the registers hold one."""
+    return Attention(2 if int8 else 1, False)
+
+
+def most_splits(device: torch.device, kv_heads: int) -> int:
+    """Most splits of a row's context: as many attention programs as the card holds at once, three a multiprocessor.
+
+    Three of 168 registers a thread fit.
+    """
+    processors = _processors(device.index or 0) if device.type == "cuda" else MULTIPROCESSORS
+    return min(256, 3 * processors // kv_heads)
+
+
+@cache
+def _processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 @cache

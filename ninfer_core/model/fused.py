@@ -16,7 +16,8 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..errors import InvalidRequestError
 from ..kernels._order import Activation
-from ..kernels.attention_decode import PAGE, AttentionWorkspace, attention
+from ..kernels._tiles import most_splits
+from ..kernels.attention_decode import PAGE, AttentionWorkspace, attention, splits_of
 from ..kernels.embedding_decode import embed
 from ..kernels.gated_delta_decode import gated_delta
 from ..kernels.head_decode import Candidates, greedy, head
@@ -35,8 +36,6 @@ ROWS = 64
 """Most rows in a call."""
 WINDOW = RING // 2
 """Most rows of one sequence in a call."""
-SPLIT = 128
-"""Tokens that one attention program reads: fixed, as it fixes the order of the sums."""
 FEWEST_SPLITS = 16
 
 
@@ -63,15 +62,25 @@ class FusedCall:
 class Workspace:
     """Buffers for calls of up to `rows` rows and `context` tokens; calls use their first rows.
 
-    `parts` bounds rows x attention splits: a call over long contexts holds fewer rows (`rows_within`).
+    `parts` bounds rows x attention splits: a call over long contexts holds fewer rows (`rows_within`). `most` bounds
+    the splits of a row, for all calls on a card: that of `card`, or of `device`.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device | str, *, rows: int = ROWS, context: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device | str,
+        *,
+        rows: int = ROWS,
+        context: int,
+        card: torch.device | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.rows, self.config = rows, config
         width, hidden = config.gdn_value_width, config.hidden_size
-        self.most_splits = max(FEWEST_SPLITS, -(-(context + WINDOW) // SPLIT))
-        self.parts = max(WINDOW * self.most_splits, rows * FEWEST_SPLITS)
+        self.most = most_splits(card or self.device, config.num_key_value_heads)
+        self.most_splits = max(FEWEST_SPLITS, splits_of(context + WINDOW, self.most))
+        self.parts = max(WINDOW, rows // 2) * self.most_splits
         heads = config.num_attention_heads
         f32 = {"dtype": torch.float32, "device": device}
         bf16 = {"dtype": torch.bfloat16, "device": device}
@@ -105,8 +114,12 @@ class Workspace:
 
     def splits(self, tokens: int) -> int:
         """Attention splits of a call whose rows see up to `tokens` tokens: a power of two, or the most there are."""
-        need = max(FEWEST_SPLITS, -(-tokens // SPLIT))
+        need = max(FEWEST_SPLITS, -(-tokens // PAGE))
         return min(self.most_splits, 1 << (need - 1).bit_length())
+
+    def pages(self, splits: int, pages: int) -> int:
+        """Leading pages, of `pages` in a table, that a call with so many splits may look at."""
+        return pages if splits == self.most_splits else min(pages, splits)
 
     def rows_within(self, splits: int) -> int:
         """Most rows of a call with so many splits."""
@@ -115,8 +128,8 @@ class Workspace:
     def attention(self, rows: int, splits: int) -> AttentionWorkspace:
         """Partial results of `rows` rows."""
         heads, count = self.config.num_attention_heads, rows * splits * self.config.num_attention_heads
-        top, mass = (s[:count].view(rows, splits, heads) for s in self._stats)
-        return AttentionWorkspace(self._parts[: count * 256].view(rows, splits, heads, 256), top, mass, SPLIT)
+        top, mass = (s[:count].view(rows, heads, splits) for s in self._stats)
+        return AttentionWorkspace(self._parts[: count * 256].view(rows, heads, splits, 256), top, mass, self.most)
 
     @property
     def nbytes(self) -> int:
@@ -134,9 +147,9 @@ def _tensors(node: object) -> list[Tensor]:
     return []
 
 
-def workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) -> int:
-    """Bytes of a workspace, without allocating it."""
-    return Workspace(config, "meta", rows=rows, context=context).nbytes
+def workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS, *, device: torch.device | None = None) -> int:
+    """Bytes of a workspace for `device`, without allocating it."""
+    return Workspace(config, "meta", rows=rows, context=context, card=device).nbytes
 
 
 def first_rows(a: Activation, rows: int) -> Activation:
@@ -171,7 +184,7 @@ class FusedLayers:
                 call.slots, call.lengths, call.commits, mixed, eps=self.eps,
             )  # fmt: skip
         else:
-            assert isinstance(store, KVLayer) and store.scales is not None
+            assert isinstance(store, KVLayer)
             mixed, norm = first_rows(work.attended, rows), "none"
             project(mixer.proj, a, work.attention_in[:rows], eps=self.eps)
             attention(

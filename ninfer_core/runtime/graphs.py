@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..kernels.attention_decode import PAGE
 from ..kernels.lanes_decode import (
     LANE,
     LANE_WIDTH,
@@ -35,7 +34,7 @@ from ..kernels.lanes_decode import (
 )
 from ..kernels.rows_decode import rope_rows
 from ..kernels.sampling import MIN_TEMPERATURE
-from ..model.fused import ROWS, SPLIT, FusedCall, FusedDecoder, FusedMTP
+from ..model.fused import ROWS, FusedCall, FusedDecoder, FusedMTP
 from ..state import FusedState
 from .flights import KEPT, Result, Start
 from .validation import SamplingParams
@@ -278,7 +277,7 @@ class DeviceRounds:
             buffers.deltas[:batch],
             buffers.pages[: batch * self._pages].view(batch, self._pages),
         )
-        open_round(self.lanes, self.tables, slots, rows, min(self._pages, splits * SPLIT // PAGE), opened)
+        open_round(self.lanes, self.tables, slots, rows, decoder.work.pages(splits, self._pages), opened)
         cos, sin = buffers.cos[:total], buffers.sin[:total]
         rope_rows(decoder.turns, opened.lengths, opened.deltas, cos, sin)
         call = FusedCall(rows, opened.tokens, slots, opened.lengths, opened.commits, opened.pages, cos, sin, splits)

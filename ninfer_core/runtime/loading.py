@@ -273,7 +273,7 @@ def _load_fused(
         return replace(
             described,
             workspaces=lambda context: {
-                "workspace of a round": workspace_bytes(config, context + drafts)
+                "workspace of a round": workspace_bytes(config, context + drafts, device=device)
                 + rounds_bytes(config, options.max_sequences, described.pages(context), drafts > 0),
                 CHUNK_WORKSPACE: prefill_bytes(config, chunk, context + drafts),
             },
@@ -329,7 +329,9 @@ def _around(
     if options.vision and config.vision is not None:
         tower = VisionTower(load_tower(artifact, config.vision, device, torch.bfloat16), config.vision)
     slots, context = made.slots + made.checkpoints, made.context_length + drafts
-    state = FusedState(config, slots=slots, pages=made.pages, max_draft=drafts, device=device)
+    state = FusedState(
+        config, slots=slots, pages=made.pages, kv_dtype=options.kv_cache, max_draft=drafts, device=device
+    )
     chunks = FusedPrefill(weights, config, rows=chunk, context=context)
     decoder = FusedDecoder(weights, config, context=context, chunks=chunks)
     mtp = FusedMTP(decoder) if drafts else None

@@ -40,8 +40,9 @@ def test_state_is_as_large_as_told(moe, kv):
         state = State(config, slots=2, pages=3, kv_dtype=kv, max_draft=drafts)
         assert state.kv_bytes_per_page == footprint.page_bytes(config, kv)
         assert state.bytes_per_slot == footprint.slot_bytes(config, drafts)
-    fused = FusedState(config, slots=2, pages=3, device="cpu")
-    assert fused.kv_bytes_per_page == footprint.page_bytes(config, "int8")
+    for kv in ("int8", "bf16"):
+        fused = FusedState(config, slots=2, pages=3, kv_dtype=kv, device="cpu")
+        assert fused.kv_bytes_per_page == footprint.page_bytes(config, kv)
     assert fused.bytes_per_slot == footprint.fused_slot_bytes(config)
 
 
@@ -116,8 +117,8 @@ def test_the_full_context_fits_a_card_of_32_gb(name):
     assert foot.longest(int(80e9), 262_144) == 262_144
     smaller = foot.longest(int(23e9), 262_144)
     assert 0 < smaller < 262_144 and foot.total(smaller) <= 23e9 < foot.total(smaller + 64)
-    with pytest.raises(UnsupportedError, match="int8 only") as caught:
-        fused_footprint(config, inventory(config), kv_cache="bf16")
+    with pytest.raises(UnsupportedError, match="int8 or bf16") as caught:
+        fused_footprint(config, inventory(config), kv_cache="fp32")
     assert caught.value.param == "kv_cache"
 
 

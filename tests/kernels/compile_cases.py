@@ -84,6 +84,7 @@ PAIRS = dict.fromkeys(("projected", "taps", "conv_ptr", "norm"), "*i32")
 ATTENTION = dict.fromkeys(("projected", "q_gain", "k_gain", "codes", "scales"), "*i32") | {
     "code_bytes": "*i8", "scale_halves": "*fp16",
 }  # fmt: skip
+BF16_PAGES = ATTENTION | {"code_bytes": "*fp32", "scale_halves": "*i32"}
 WORDS = {"hq": "*i32"}
 BYTES = {"hq": "*i8"}
 """Expert rows are read as words and written as bytes."""
@@ -121,12 +122,17 @@ def cases(full: bool = False):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, PAIRS, {
             "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
         }  # fmt: skip
-    for rows in (1, 4) if full else (1,):
-        yield f"attention R={rows}", attention_decode.attention_split_kernel, 4, ATTENTION, {
-            "H": 16, "KH": 2, "R": rows, "SPLIT": 128,
-        }  # fmt: skip
-    yield "attention combine", attention_decode.attention_combine_kernel, 4, {"q_out": "*i32"}, {
-        "H": 16, "KH": 2, "R": 1, "SPLIT": 128, "BLOCK": 64,
+    heads = {"H": 16, "KH": 2, "MOST": 198}
+    for rows, block, int8 in ((1, 1, True), (4, 2, True), (4, 1, False)) if full else ((1, 1, True), (1, 1, False)):
+        yield (
+            f"attention {'INT8' if int8 else 'bf16'} R={rows}",
+            attention_decode.attention_split_kernel,
+            4,
+            ATTENTION if int8 else BF16_PAGES,
+            heads | {"R": rows, "ROWS": block, "AHEAD": False, "INT8": int8},
+        )
+    yield "attention combine", attention_decode.attention_combine_kernel, 4, {"q_out": "*i32"}, heads | {
+        "R": 1, "BLOCK": 256,
     }  # fmt: skip
 
 

@@ -212,9 +212,11 @@ def kv_codes(x):
     return (groups / step).round().clamp(-127, 127).to(torch.int8).flatten(-2), scales
 
 
-def attend():
-    heads, kv_heads, tokens = 6, 2, 66
-    table = torch.tensor([[3, 1]], dtype=torch.int32)
+def attend(first, rows, most, int8, heads=2, kv_heads=1):
+    """A window across a page border against torch, and each of its rows alone, bit for bit."""
+    tokens = first + rows
+    pages_used = -(-tokens // 64)
+    table = torch.randperm(pages_used + 2)[:pages_used].int()[None]
     projected = torch.randn(tokens, 2 * (heads + kv_heads) * 256).bfloat16()
     q_gain, k_gain = (torch.randn(256) * 0.1).bfloat16(), (torch.randn(256) * 0.1).bfloat16()
     angle = torch.arange(tokens).double()[:, None] * 1e7 ** (-torch.arange(32).double() / 32)
@@ -227,35 +229,47 @@ def attend():
 
     q, k, gate, v = projected.float().view(tokens, -1, 256).split([heads, kv_heads, heads, kv_heads], 1)
     q, k = rotated(q, q_gain), rotated(k, k_gain)
-    codes, scales = kv_codes(torch.stack([k, v]))  # [2, T, K, 256], [2, T, K, 4]
-    stored = (codes.unflatten(-1, (-1, 64)).float() * scales.float()[..., None]).flatten(-2)
+    codes, scales = torch.stack([k, v]).bfloat16(), None  # [2, T, K, 256]
+    stored = codes.float()
+    if int8:
+        codes, scales = kv_codes(torch.stack([k, v]))  # [2, T, K, 256], [2, T, K, 4]
+        stored = (codes.unflatten(-1, (-1, 64)).float() * scales.float()[..., None]).flatten(-2)
+    shape = (2, kv_heads, pages_used + 2, 64)
 
-    def run(first, rows):
-        pages = torch.randint(-127, 128, (2, kv_heads, 4, 64, 256), dtype=torch.int8)
-        steps = torch.full((2, kv_heads, 4, 64, 4), NAN).half()  # unwritten scales must never reach a result
-        for t in range(first):
-            pages[:, :, table[0, t // 64], t % 64], steps[:, :, table[0, t // 64], t % 64] = codes[:, t], scales[:, t]
-        work = attention_decode.AttentionWorkspace.empty(rows, 128, heads, "cpu", split=64)
+    def run(start, count):
+        # What was never written must not reach a result.
+        pages = (
+            torch.randint(-127, 128, (*shape, 256)).to(codes.dtype)
+            if int8
+            else torch.full((*shape, 256), NAN).to(codes)
+        )
+        steps = torch.full((*shape, 4), NAN).half() if int8 else None
+        for t in range(start):
+            pages[:, :, table[0, t // 64], t % 64] = codes[:, t]
+            if int8:
+                steps[:, :, table[0, t // 64], t % 64] = scales[:, t]
+        work = attention_decode.AttentionWorkspace.empty(count, tokens, heads, "cpu", most=most)
         work.out.fill_(NAN)
-        out, span = Activation.empty(rows, heads * 256, 1, "cpu"), slice(first, first + rows)
+        out, span = Activation.empty(count, heads * 256, 1, "cpu"), slice(start, start + count)
         attention_decode.attention(
             projected[span].contiguous(), q_gain, k_gain, cos[span].contiguous(), sin[span].contiguous(), pages, steps,
-            table, torch.tensor([first], dtype=torch.int32), work, out, heads=heads,
+            table, torch.tensor([start], dtype=torch.int32), work, out, heads=heads,
         )  # fmt: skip
-        for t in range(first, first + rows):
+        for t in range(start, start + count):
             assert (pages[:, :, table[0, t // 64], t % 64] != codes[:, t]).sum() <= 1, f"codes of token {t}"
-            same(steps[:, :, table[0, t // 64], t % 64], scales[:, t], f"scales of token {t}")
+            if int8:
+                same(steps[:, :, table[0, t // 64], t % 64], scales[:, t], f"scales of token {t}")
         return out
 
-    window = run(63, 3)  # rows on both sides of a page and of a split
-    for row, t in enumerate(range(63, 66)):
+    window = run(first, rows)
+    for row, t in enumerate(range(first, tokens)):
         score = torch.einsum("hd,thd->ht", q[t], stored[0, : t + 1].repeat_interleave(heads // kv_heads, 1)) / 16
         y = torch.einsum("ht,thd->hd", score.softmax(-1), stored[1, : t + 1].repeat_interleave(heads // kv_heads, 1))
-        near(window.values(3)[row], (y * torch.sigmoid(gate[t])).flatten(), INT8, f"token {t}")
-    for t in (64,):
-        alone = run(t, 1).rows(1)
-        same(alone[0][0], window.rows(3)[0][t - 63], f"token {t} alone: codes")
-        same(alone[1][0], window.rows(3)[1][t - 63], f"token {t} alone: scales")
+        near(window.values(rows)[row], (y * torch.sigmoid(gate[t])).flatten(), INT8, f"token {t}")
+        if row < 2:  # on both sides of the border
+            alone = run(t, 1).rows(1)
+            same(alone[0][0], window.rows(rows)[0][row], f"token {t} alone: codes")
+            same(alone[1][0], window.rows(rows)[1][row], f"token {t} alone: scales")
 
 
 def dense():
@@ -319,7 +333,9 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "embed W8": (embed, "W8"),
     "embed Q6": (embed, "Q6"),
     "gated delta": (delta,),
-    "attention": (attend,),
+    "attention": (attend, 63, 3, 2, True, 6, 2),
+    "attention splits": (attend, 255, 2, 4, True),
+    "attention bf16": (attend, 63, 2, 1, False),
 }
 
 

@@ -171,20 +171,22 @@ def draft_input():
 
 
 def workspace():
-    """Splits cover the context in powers of two, and long contexts take fewer rows."""
+    """Splits cover the context in powers of two up to as many as the card holds; then fewer rows fit."""
     text = {
         "hidden_size": 256, "num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 256, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 384, "max_position_embeddings": 65536,
         "intermediate_size": 256,
     }  # fmt: skip
-    from ninfer_core.model.fused import SPLIT, Workspace
+    from ninfer_core.model.fused import Workspace
 
     work = Workspace(config_from_dict({"text_config": text}, "ninfer-demo"), "meta", context=65536)
-    for tokens in (1, 2048, 2049, 40_000, 65_536, 65_544):
-        splits = work.splits(tokens)
-        assert splits * SPLIT >= tokens and work.rows_within(splits) * splits <= work.parts
-    assert work.rows_within(work.splits(100)) == 64 and work.rows_within(work.splits(65_536)) >= 8
+    for tokens in (1, 1024, 1025, 16_000, 65_536, 65_544):
+        splits, pages = work.splits(tokens), -(-tokens // 64)
+        assert splits >= min(pages, work.most) and work.rows_within(splits) * splits <= work.parts
+        assert work.pages(splits, 1030) >= pages
+    assert work.splits(65_536) == work.most and work.splits(1025) == 32
+    assert work.rows_within(work.splits(8_192)) == 64 and work.rows_within(work.splits(65_536)) == 32
 
 
 CASES = {
