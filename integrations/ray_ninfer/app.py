@@ -8,12 +8,14 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
 from ninfer_cli.server.settings import ServerSettings
 from ray import serve as ray_serve
 from ray.exceptions import AuthenticationError as RayAuthenticationError
+from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 from starlette.types import Receive, Scope, Send
@@ -104,23 +106,29 @@ def serve(settings: ServerSettings, model: str, options: dict[str, Any], replica
     Plan(model, options, settings, count)  # what is wrong shows before a cluster is started
     connect(os.environ)
     stop = threading.Event()
+    shared = False
     try:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, lambda *_: stop.set())
         there = ray.cluster_resources()
         gpus = int(there.get("GPU", 0)) if options.get("device") != "cpu" else 0
         most = gpus or int(there.get("CPU", 1))
         plan = Plan(model, options, settings, count, max_replicas=max(1, most), num_gpus=1 if gpus else 0, num_cpus=1)
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, lambda *_: stop.set())
         try:
-            ray_serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
+            shared = bool(ray_serve.status().proxies)
+            if not shared:
+                ray_serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
             ray_serve.run(application(plan), name=NAME, route_prefix="/")
-        except RuntimeError as error:
+        except (RuntimeError, RayError) as error:
             raise EngineError(f"Ray Serve could not start the application: {error}") from error
-        sys.stderr.write(f"ninfer: {replicas} replicas of {model} on http://{settings.host}:{settings.port}\n")
+        where = "the address of the Serve that ran there" if shared else f"http://{settings.host}:{settings.port}"
+        sys.stderr.write(f"ninfer: {replicas} replicas of {model} on {where}\n")
         stop.wait()
     finally:
         # Requests may end; what takes longer ends with our own cluster, or after its drain time on one that stays.
-        ending = threading.Thread(target=ray_serve.shutdown, name="ninfer-ray-end", daemon=True)
+        # A Serve that others started keeps their applications.
+        end = partial(ray_serve.delete, NAME) if shared else ray_serve.shutdown
+        ending = threading.Thread(target=end, name="ninfer-ray-end", daemon=True)
         ending.start()
         ending.join(settings.shutdown_grace + 10.0)
         ray.shutdown()
@@ -153,7 +161,7 @@ def connect(environ: Mapping[str, str]) -> None:
             f"{where} refused this client's token: give the cluster's own in RAY_AUTH_TOKEN or as the file "
             f"RAY_AUTH_TOKEN_PATH, with RAY_AUTH_MODE=token ({_first_line(error)})"
         ) from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # Ray raises bare exceptions too, say for a node that was too slow to start
         raise ServerUnreachableError(f"{where} could not be used: {_first_line(error)}") from error
 
 

@@ -12,7 +12,7 @@ from ninfer_core.errors import EngineFailedError
 from .routing import Key
 
 _FAREWELL = 5.0
-# States of an engine that no request should wait for; while it restarts or checks itself, one may.
+# States of an engine that no request should wait for. While it restarts one may, if no other replica takes it.
 _DEAD = ("failed", "stalled", "closed")
 
 
@@ -53,7 +53,8 @@ class Replica:
             ReplicaLostError: the engine can make no token, so another replica should answer.
         """
         # Without this a dead engine would be the idlest replica, and get every new conversation until it is replaced.
-        if (status := self.engine.health()["status"]) in _DEAD:
+        status = self.engine.health()["status"]
+        if status in _DEAD or (status == "restarting" and self.name not in call.avoid):
             raise ReplicaLostError(f"its engine is {status}", self.name)
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         gone = asyncio.Event()

@@ -205,6 +205,16 @@ async def test_a_dead_engine_is_passed_over_and_named_to_the_router(make: Make) 
     assert [call.avoid for call in replicas.calls] == [(), ("dead",)] and not dead.engine.requests
 
 
+async def test_an_engine_that_restarts_is_waited_for_only_where_no_other_replica_answers(make: Make) -> None:
+    restarting, other = make(name="restarting"), make(name="other")
+    restarting.engine.health = lambda: {"status": "restarting"}
+    assert (await ask(Played(restarting.call, other.call), "/v1/chat/completions", CHAT)).status == 200
+    assert other.engine.requests and not restarting.engine.requests
+    alone = Played(restarting.call)
+    assert (await ask(alone, "/v1/chat/completions", CHAT)).status == 200
+    assert [call.avoid for call in alone.calls] == [(), ("restarting",)] and restarting.engine.requests
+
+
 async def test_an_engine_that_fails_under_a_stream_says_so_itself(make: Make) -> None:
     replicas = Played(make(Tokens("one"), Fault(RuntimeError("broken"))).call)
     client = await ask(replicas, "/v1/chat/completions", {**CHAT, "stream": True})

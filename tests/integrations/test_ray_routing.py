@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray_ninfer.routing import Affinity, Key, conversation_key
+from ray_ninfer.routing import Affinity, Balance, Key, conversation_key
 
 SYSTEM = {"role": "system", "content": "You are brief."}
 FIRST = {"role": "user", "content": "What is a lighthouse?"}
@@ -148,3 +148,36 @@ def test_memory_is_bounded_and_keeps_the_latest() -> None:
 def test_senseless_limits_are_refused() -> None:
     with pytest.raises(ValueError, match="spread must be at least 0"):
         Affinity(-1)
+
+
+def test_what_a_request_should_avoid_comes_last() -> None:
+    affinity = Affinity(spread=4)
+    affinity.routed(key(1), "b")
+    assert affinity.order(key(1), {"a": 3, "b": 0, "c": 3}, avoid=("b",))[-1] == "b"
+    assert affinity.order(None, {"a": 3, "b": 0, "c": 1}, avoid=("b",)) == ["c", "a", "b"]
+
+
+def test_a_burst_spreads_before_anything_was_sent() -> None:
+    balance = Balance(spread=0)
+    chosen = [balance.order(f"r{n}", key(n), NAMES, now=1.0)[0] for n in range(9)]
+    assert sorted(chosen) == sorted(NAMES * 3)
+    assert {balance.order("r0", key(0), NAMES, now=1.0)[0] for _ in range(5)} == {
+        chosen[0]
+    }  # its own choice is no load
+
+
+def test_what_was_chosen_and_not_followed_stops_counting() -> None:
+    balance = Balance(spread=0)
+    first = balance.order("r1", key(1), ["a", "b"], now=1.0)[0]
+    assert balance.order("r2", key(1), ["a", "b"], now=1.5)[0] != first
+    assert balance.order("r3", key(1), ["a", "b"], now=60.0)[0] == first
+
+
+def test_loads_are_what_was_sent_and_has_not_ended() -> None:
+    balance = Balance(spread=0)
+    balance.sent("r1", key(1), "a")
+    assert balance.order("r2", key(1), ["a", "b"], now=1.0)[0] == "b"
+    balance.ended("r1")
+    assert balance.order("r3", key(1), ["a", "b"], now=60.0)[0] == "a"
+    balance.keep(["b"])
+    assert balance.order("r4", key(1), ["b"], now=120.0) == ["b"]

@@ -1,8 +1,9 @@
-"""Two replicas of the demo model on a Ray cluster of this machine: clients, prefixes, a killed replica, a redeployment.
+"""Replicas of the demo model on a Ray cluster of this machine: what the page on Ray promises, seen happening.
 
-    python -m tests.tools.ray_cluster
+    python -m tests.tools.ray_cluster [CHECK ...]
 
-Needs `ninfer[serve,ray]` and the three SDKs; takes about three minutes on two cores. Exits with 1 if a check fails.
+Checks, in this order: clients, prefixes, left, killed, unhealthy, metrics, redeployed, scaled, joined, refused. Needs
+`ninfer[serve,ray]` and the three SDKs; takes about ten minutes on two busy cores. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -10,94 +11,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
+import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import ray
 from ray import serve
-from ray_ninfer.app import build
+from ray_ninfer.app import NAME
 
-PROCESS = "ray::ServeReplica:ninfer:replica"
-LONG = "Tell a long story about a lighthouse, a storm and the keeper's daughter. "
-
-
-class Cluster:
-    """A local cluster with two replicas, and what the checks do to it."""
-
-    def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, namespace="serve", log_to_driver=False)
-        serve.start(http_options={"host": "127.0.0.1", "port": self.port})
-        self.log = Path(tempfile.mkdtemp(prefix="ninfer-ray-")) / "requests.jsonl"
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.deploy()
-
-    def deploy(self) -> None:
-        """Deploy, or deploy anew: Serve takes every call for a new version."""
-        args = {
-            "replicas": 2,
-            "settings": {"slots": 4, "request_log": str(self.log)},
-            "options": {"device": "cpu", "threads": 1},
-        }
-        serve.run(build(args), name="ninfer", route_prefix="/")
-
-    def replicas(self) -> list[int]:
-        """Process ids of the replicas, all descendants of this process."""
-        parents, found = {}, []
-        for entry in Path("/proc").iterdir():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if (entry / "cmdline").read_text().startswith(PROCESS):
-                    found.append(int(entry.name))
-            except (OSError, ValueError):
-                continue
-        return sorted(pid for pid in found if _descends(pid, parents))
-
-    def chat(self, messages: list[dict[str, str]], tokens: int = 16) -> dict[str, Any]:
-        """A chat answer that is not streamed."""
-        body = {"model": "demo", "messages": messages, "max_tokens": tokens, "temperature": 0}
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
-        answer.raise_for_status()
-        return dict(answer.json())
-
-    def stream(self, number: int, tokens: int, seen: dict[int, int] | None = None) -> tuple[str, int]:
-        """A streamed completion of its own conversation: how it ended, and its events, also in `seen`."""
-        body = {
-            "model": "demo", "prompt": f"{number}: {LONG * 3}", "max_tokens": tokens, "stream": True,
-            "logit_bias": {"258": -100, "256": -100}, "ignore_eos": True,
-        }  # fmt: skip
-        events, end = 0, "cut"
-        try:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120) as answer:
-                if answer.status_code != 200:
-                    return f"status {answer.status_code}", 0
-                for line in answer.iter_lines():
-                    if line == "data: [DONE]":
-                        end = "done"
-                    elif line.startswith("data: "):
-                        events += 1
-                        if seen is not None:
-                            seen[number] = events
-                        if "error" in json.loads(line[6:]):
-                            end = "error event"
-        except httpx.HTTPError as error:
-            end = type(error).__name__
-        return end, events
-
-
-def _descends(pid: int, parents: dict[int, int]) -> bool:
-    while pid in parents and pid != os.getpid():
-        pid = parents[pid]
-    return pid == os.getpid()
+from tests.tools.ray_support import LONG, PATIENCE, Cluster, Streams, run_checks, wait
 
 
 def clients(cluster: Cluster) -> str:
@@ -140,105 +65,159 @@ def prefixes(cluster: Cluster) -> str:
     return "cached/prompt " + " ".join(f"{hit}/{prompt}" for hit, prompt in cached)
 
 
+def left(cluster: Cluster) -> str:
+    """A client that leaves ends its generation in the replica."""
+    body = {"model": "demo", "prompt": LONG, "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+        lines = answer.iter_lines()
+        for _ in range(12):
+            next(lines)
+
+    def gone() -> bool:
+        records = [json.loads(line) for line in cluster.log.read_text().splitlines()]
+        return any(record.get("outcome") == "disconnect" for record in records)
+
+    return f"ended after {wait(gone, 'the generation ends'):.1f} s"
+
+
 def killed(cluster: Cluster) -> str:
     """One replica killed under eight streams: its own end with an error event, the others are whole, a new one comes."""
     before = cluster.replicas()
     assert len(before) == 2, before
-    again: list[float] = []
-
-    def kill() -> None:
-        os.kill(before[0], signal.SIGKILL)
-        began = time.monotonic()
-        while len(now := cluster.replicas()) != 2 or before[0] in now:
-            assert time.monotonic() - began < 90, "no new replica after 90 s"
-            time.sleep(0.2)
-        again.append(time.monotonic() - began)
-
-    ends = _together(cluster, 8, tokens=400, then=kill)
+    streams = Streams(cluster, 8, tokens=400)
+    wait(streams.begun, "all streams have begun")
+    os.kill(before[0], signal.SIGKILL)
+    again = wait(lambda: len(now := cluster.replicas()) == 2 and before[0] not in now, "a new replica")
+    ends = streams.stop()
     counts = {end: sum(found == end for found, _ in ends) for end in {found for found, _ in ends}}
     assert set(counts) == {"done", "error event"} and all(events for _, events in ends), ends
-    return f"{counts}, a new process after {again[0]:.1f} s"
+    wait(lambda: cluster.running() == 2, "two replicas run")
+    return f"{counts}, a new process after {again:.1f} s"
 
 
-def left(cluster: Cluster) -> str:
-    """A client that leaves ends its generation in the replica."""
-    body = {"model": "demo", "prompt": LONG, "max_tokens": 3000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
-        for _ in range(12):
-            next(lines)
-    began = time.monotonic()
-    while True:
-        records = [json.loads(line) for line in cluster.log.read_text().splitlines()]
-        gone = [record for record in records if record.get("outcome") == "disconnect"]
-        if gone:
-            return f"ended after {time.monotonic() - began:.1f} s"
-        assert time.monotonic() - began < 15, "still running after 15 s"
-        time.sleep(0.1)
+def unhealthy(cluster: Cluster) -> str:
+    """An engine that can make no token: Serve replaces its replica, and nobody who asks meanwhile sees an error."""
+    pid = serve.get_deployment_handle("replica", NAME).break_engine.remote().result(timeout_s=PATIENCE)
+    began, answered = time.monotonic(), 0
+    while pid in cluster.replicas() or cluster.running() < 2:
+        cluster.chat([{"role": "user", "content": f"{answered}: hello"}], tokens=4)
+        answered += 1
+        assert time.monotonic() - began < PATIENCE, "the replica was not replaced"
+    return f"replaced after {time.monotonic() - began:.0f} s, {answered} requests answered meanwhile"
 
 
-def _together(cluster: Cluster, count: int, tokens: int, then: Callable[[], None]) -> list[tuple[str, int]]:
-    ends: list[tuple[str, int]] = []
-    seen: dict[int, int] = {}
-    threads = [
-        threading.Thread(target=lambda n=n: ends.append(cluster.stream(n, tokens, seen)), daemon=True)
-        for n in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    while not all(seen.get(number, 0) >= 3 for number in range(count)) and len(ends) < count:
-        time.sleep(0.02)
-    then()
-    for thread in threads:
-        thread.join()
-    return ends
+def metrics(cluster: Cluster) -> str:
+    """The server's series are among those that Ray exports for Prometheus, one of each per replica."""
+    found: dict[str, set[str]] = {}
+
+    def there() -> bool:
+        found.clear()
+        for node in ray.nodes():
+            text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
+            for line in text.splitlines():
+                if line.startswith("ray_ninfer_"):
+                    name, _, tags = line.partition("{")
+                    found.setdefault(name, set()).add(tags.partition('replica="')[2].partition('"')[0])
+        return any(len(replicas - {""}) >= 2 for replicas in found.values())
+
+    took = wait(there, "series of two replicas")
+    return f"{len(found)} series, after {took:.0f} s: {', '.join(sorted(found)[:3])}, ..."
 
 
 def redeployed(cluster: Cluster) -> str:
     """A redeployment under four clients that never pause: every stream is whole."""
-    old, ends, over = set(cluster.replicas()), [], threading.Event()
-
-    def load(number: int) -> None:
-        while not over.is_set():
-            if number % 2:
-                ends.append(cluster.stream(number, 60))
-            else:
-                cluster.chat([{"role": "user", "content": f"{number}: {LONG}"}])
-                ends.append(("done", 1))
-
-    threads = [threading.Thread(target=load, args=(100 + n,), daemon=True) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    time.sleep(1)
+    old = set(cluster.replicas())
+    streams = Streams(cluster, 4, tokens=60, first=100, again=True)
+    wait(streams.begun, "all streams have begun")
     began = time.monotonic()
     cluster.deploy()
     took = time.monotonic() - began
-    time.sleep(1)
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert not old & set(cluster.replicas()), "an old replica still runs"
+    ends = streams.stop()
+    wait(lambda: not old & set(cluster.replicas()), "the old replicas end")
     assert ends and all(end == "done" for end, _ in ends), [end for end in ends if end[0] != "done"]
     return f"{len(ends)} streams whole, {took:.0f} s"
 
 
-def main() -> int:
-    """All checks; a table of what came out."""
-    began, failed = time.monotonic(), 0
-    cluster = Cluster()
-    print(f"| two replicas up | {time.monotonic() - began:.0f} s |", flush=True)
+def scaled(cluster: Cluster) -> str:
+    """Autoscaling: more than a replica can run raises their number, idling lowers it, and no stream is cut."""
+    cluster.deploy(replicas="auto", max_replicas=2, slots=2, grow_after=2.0, shrink_after=4.0)
+    wait(lambda: cluster.running() == 1, "one replica while nothing is asked")
+    streams = Streams(cluster, 8, tokens=80, first=200, again=True)
+    grown = wait(lambda: cluster.running() == 2, "a second replica under load")
+    ends = streams.stop()
+    shrunk = wait(lambda: cluster.running() == 1, "one replica again")
+    assert all(end == "done" for end, _ in ends), ends
+    return f"1 to 2 after {grown:.0f} s of 8 requests for 2 places, 2 to 1 after {shrunk:.0f} s idle, {len(ends)} streams whole"
+
+
+def _command(cluster: Cluster, log: Path, **environment: str) -> subprocess.Popen[str]:
+    """`ninfer serve demo --ray --replicas 1` against a cluster; what it says goes to `log`."""
+    command = [sys.executable, "-c", "from ninfer_cli.main import main; main()", "serve", "demo", "--ray"]
+    command += ["--replicas", "1", "--device", "cpu", "--threads", "1", "--parallel", "2", "--port", "0"]
+    with log.open("w") as file:
+        return subprocess.Popen(command, stderr=file, stdout=file, text=True, env={**os.environ, **environment})
+
+
+def joined(cluster: Cluster) -> str:
+    """`ninfer serve --ray` with RAY_ADDRESS: a rolling update of the application there, which ends with the command."""
+    log = cluster.log.with_name("joined.log")
+    process = _command(cluster, log, RAY_ADDRESS=cluster.address)
     try:
-        for check in (clients, prefixes, left, killed, redeployed, prefixes):
-            try:
-                result = check(cluster)
-            except Exception as error:
-                failed += 1
-                result = f"FAILED: {type(error).__name__}: {error}"
-            print(f"| {check.__name__} | {result} |", flush=True)
+        took = wait(lambda: "replicas of demo" in log.read_text() or process.poll() is not None, "the command serves")
+        assert process.poll() is None, log.read_text()
+        cluster.chat([{"role": "user", "content": "Hello"}])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0, log.read_text()
     finally:
-        serve.shutdown()
-        ray.shutdown()
-    return 1 if failed else 0
+        process.kill()
+    wait(lambda: NAME not in serve.status().applications, "the application is gone")
+    assert httpx.get(f"{cluster.url}/-/routes").status_code == 200, "Serve itself is gone"
+    return f"served after {took:.0f} s, ended by SIGINT, exit code 0, the cluster's Serve goes on"
+
+
+def refused(cluster: Cluster) -> str:
+    """A wrong RAY_ADDRESS and a wrong token are one line on standard error and the exit code 4."""
+    cases = {
+        "nobody there": ({"RAY_ADDRESS": "127.0.0.1:9"}, "RAY_ADDRESS=127.0.0.1:9 does not answer"),
+        "no address": ({"RAY_ADDRESS": "nonsense"}, "RAY_ADDRESS=nonsense could not be used"),
+        "wrong token": (
+            {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+            "refused this client's token",
+        ),
+    }
+    said = []
+    for name, (environment, text) in cases.items():
+        log = cluster.log.with_name("refused.log")
+        process = _command(cluster, log, **environment)
+        try:
+            code = process.wait(PATIENCE)
+        finally:
+            process.kill()
+        lines = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+        assert code == 4 and len(lines) == 1 and text in lines[0], f"{name}: {code}, {log.read_text()[-1500:]}"
+        said.append(name)
+    return ", ".join(said)
+
+
+CHECKS: dict[str, Callable[[Cluster], str]] = {
+    check.__name__: check
+    for check in (clients, prefixes, left, killed, unhealthy, metrics, redeployed, scaled, joined, refused)
+}
+
+
+def main() -> int:
+    """The checks that were asked for, or all."""
+    asked = sys.argv[1:] or list(CHECKS)
+    if unknown := set(asked) - set(CHECKS):
+        sys.exit(f"no check is called {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
+    began = time.monotonic()
+    cluster = Cluster()
+    try:
+        cluster.deploy()
+        print(f"| two replicas up | | {time.monotonic() - began:.0f} s |", flush=True)
+        return run_checks(cluster, {name: check for name, check in CHECKS.items() if name in asked})
+    finally:
+        cluster.close()
 
 
 if __name__ == "__main__":
