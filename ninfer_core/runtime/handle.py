@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 
 from ..errors import RequestCancelledError
@@ -82,7 +82,7 @@ class RequestHandle:
         finally:
             self.cancel()
 
-    async def abatches(self) -> AsyncIterator[list[Event]]:
+    async def abatches(self) -> AsyncGenerator[list[Event], None]:
         """`batches` for coroutines."""
         cursor = 0
         try:

@@ -138,6 +138,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/api/chat", {"messages": USER}),
     ("/api/generate", {"prompt": "hi"}),
 ]
+NO_TOOLS = ("/v1/completions", "/api/generate")
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
@@ -172,6 +173,20 @@ def test_a_stream_begins_before_its_model_is_loaded(
     else:
         assert all(line.startswith(":") for line in early)
         assert lines[-1] == "data: [DONE]" or '"type":"response.completed"' in lines[-1]
+
+
+@pytest.mark.parametrize(("path", "body"), [item for item in BODIES if item[0] not in NO_TOOLS])
+def test_a_stream_that_begins_early_tells_of_tools_left_out(
+    start: Any, models: ScriptedModels, path: str, body: dict[str, Any]
+) -> None:
+    """The header goes out before the model is there, so it may not depend on anything that needs it."""
+    server = start()
+    tools = [{"type": "web_search_20250305", "name": "web"}, {"type": {"odd": 1}}]
+    asked = {**body, "stream": True, "tools": tools}
+    for name in ("alpha", "beta"):
+        with server.http.stream("POST", path, json={**asked, "model": name}) as answer:
+            assert answer.headers["x-ninfer-warning"] == "tools left out: web_search_20250305, {'odd': 1}"
+            answer.read()
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

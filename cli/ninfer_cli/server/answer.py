@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +77,7 @@ async def answer(
         beat = waiting.heartbeat(record)
         return StreamResponse(
             beat, _LateStream(server, http, target, prepare, waiting), media_type=waiting.media_type, heartbeat=beat,
-            interval=settings.heartbeat, stall_timeout=settings.stall_timeout,
+            interval=settings.heartbeat, stall_timeout=settings.stall_timeout, headers=_warning(record),
         )  # fmt: skip
     await server.lease(http, target)
     return await _respond(server, http, await prepare(target.name))
@@ -105,7 +106,7 @@ class _LateStream:
     waiting: Waiting
     stream: EncodedStream | None = None
 
-    async def blocks(self) -> AsyncIterator[bytes]:
+    async def blocks(self) -> AsyncGenerator[bytes, None]:
         """The whole stream of the API, or its error."""
         record: RequestRecord = self.http.scope["state"]["record"]
         encoder: Encoder | None = None
@@ -123,8 +124,9 @@ class _LateStream:
                 yield encoder.start() + encoder.error(error)
             return
         yield encoder.start()
-        async for block in self.stream.blocks():
-            yield block
+        async with contextlib.aclosing(self.stream.blocks()) as blocks:
+            async for block in blocks:
+                yield block
 
     def close(self, reason: str) -> None:
         """End the generation, if there is one."""
@@ -138,12 +140,9 @@ class _LateStream:
 async def _respond(server: Server, http: HttpRequest, prepared: Prepared) -> Response:
     record: RequestRecord = http.scope["state"]["record"]
     generation = await _start(server, http, prepared)
-    headers = {}
-    if record.dropped:
-        headers["X-Ninfer-Warning"] = "tools left out: " + ", ".join(sorted(map(_header_text, record.dropped)))
     encoder = prepared.encoder
     if encoder is None:
-        return JsonResponse(prepared.complete(await collect(http, generation)), headers=headers)
+        return JsonResponse(prepared.complete(await collect(http, generation)), headers=_warning(record))
     return StreamResponse(
         encoder.start(),
         EncodedStream(generation, encoder),
@@ -151,7 +150,7 @@ async def _respond(server: Server, http: HttpRequest, prepared: Prepared) -> Res
         heartbeat=encoder.heartbeat,
         interval=server.settings.heartbeat,
         stall_timeout=server.settings.stall_timeout,
-        headers=headers,
+        headers=_warning(record),
     )
 
 
@@ -161,6 +160,13 @@ def own_name(param: str | None, names: Mapping[str, str]) -> str | None:
         if param is not None and (param == name or param.startswith((name + ".", name + "["))):
             return own
     return param
+
+
+def _warning(record: RequestRecord) -> dict[str, str]:
+    """The header that tells which kinds of tools were left out, if any."""
+    if not record.dropped:
+        return {}
+    return {"X-Ninfer-Warning": "tools left out: " + ", ".join(sorted(map(_header_text, record.dropped)))}
 
 
 def _header_text(text: str) -> str:

@@ -24,9 +24,9 @@ from ninfer_core.types import (
 )
 
 from .answer import Prepared, Waiting, answer, documented
-from .anthropic_input import to_request
+from .anthropic_input import TOOL_KINDS, to_request
 from .body import read_request
-from .common import call_id, new_id
+from .common import call_id, left_out, new_id
 from .context import Server
 from .errors import body_of, fault_of
 from .schemas import CountTokensRequest, MessagesRequest
@@ -195,10 +195,11 @@ def router(server: Server) -> APIRouter:
         """Create a message, streamed or whole."""
         body = await read_request(http, MessagesRequest, limit)
         record = http.scope["state"]["record"]
+        record.dropped = left_out(body.tools, TOOL_KINDS)
         beta = http.headers.get("anthropic-beta", "")
 
         async def prepare(model: str) -> Prepared:
-            request, record.dropped = to_request(body, server)
+            request = to_request(body, server)
             window = server.card.context_length
             return Prepared(
                 [request],
@@ -214,7 +215,7 @@ def router(server: Server) -> APIRouter:
         """The prompt length of a request, exactly as its later usage."""
         body = await read_request(http, CountTokensRequest, limit)
         await server.use(http, body.model)
-        request, _ = to_request(body, server)
+        request = to_request(body, server)
 
         def count() -> int:
             return int(server.engine.count_tokens(server.media.fetch(request, server.card.vision)))

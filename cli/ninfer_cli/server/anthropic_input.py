@@ -23,13 +23,14 @@ from .schemas import AnthropicMessage, CountTokensRequest, MessagesRequest
 
 # The first line of one agent's system prompt; parts of it change with every request and would defeat prefix reuse.
 BILLING_HEADER = "x-anthropic-billing-header"
+TOOL_KINDS = (None, "custom", "function")
 # Blocks that carry nothing for the model.
 _SKIPPED = frozenset({"redacted_thinking", "container_upload", "compaction", "fallback", "tool_reference"})
 
 
-def to_request(body: CountTokensRequest, server: Server) -> tuple[Request, list[str]]:
-    """The neutral request and the kinds of server tools left out. Both endpoints use it, so counts agree."""
-    tools, dropped = to_tools(body.tools)
+def to_request(body: CountTokensRequest, server: Server) -> Request:
+    """The neutral request. Both endpoints use it, so counts agree."""
+    tools = to_tools(body.tools)
     choice, parallel = to_choice(body.tool_choice)
     messages = [*system_messages(body.system), *to_messages(body.messages, server.media)]
     last = body.messages[-1]
@@ -42,7 +43,7 @@ def to_request(body: CountTokensRequest, server: Server) -> tuple[Request, list[
             top_p=body.top_p,
             top_k=None if body.top_k is None else max(0, body.top_k),
         )
-    request = Request(
+    return Request(
         messages=tuple(messages),
         tools=tools,
         tool_choice=choice if tools or choice.mode != "none" else ToolChoice(),
@@ -51,7 +52,6 @@ def to_request(body: CountTokensRequest, server: Server) -> tuple[Request, list[
         continue_final_message=last.role == "assistant" and not messages[-1].tool_calls and bool(messages[-1].content),
         **options,
     )
-    return request, dropped
 
 
 def _thinking(body: CountTokensRequest) -> dict[str, Any]:
@@ -277,17 +277,10 @@ def _compact(parts: Sequence[Part]) -> str | tuple[Part, ...]:
     return tuple(parts)
 
 
-def to_tools(items: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[Tool, ...], list[str]]:
-    """Client tools, and the kinds of server tools, which nobody here can run (left out)."""
-    tools: list[Tool] = []
-    dropped: list[str] = []
-    for i, item in enumerate(items or ()):
-        kind = item.get("type")
-        if kind in (None, "custom", "function"):
-            tools.append(function_tool(item, f"tools[{i}]"))
-        else:
-            dropped.append(str(kind)[:60])
-    return unique_tools(tools), dropped
+def to_tools(items: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
+    """Client tools, without those of kinds that are not in `TOOL_KINDS`."""
+    kept = ((i, item) for i, item in enumerate(items or ()) if item.get("type") in TOOL_KINDS)
+    return unique_tools([function_tool(item, f"tools[{i}]") for i, item in kept])
 
 
 def to_choice(choice: Mapping[str, Any] | None) -> tuple[ToolChoice, bool]:

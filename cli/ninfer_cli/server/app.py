@@ -7,6 +7,7 @@ import hashlib
 import logging
 import re
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -133,12 +134,41 @@ def _error_response(scope: Scope, fault: Fault, request_id: str) -> Response:
     )
 
 
+class Turns:
+    """Requests that arrive together begin one per turn of the event loop, so that running streams go on in between."""
+
+    def __init__(self) -> None:
+        self._free = True
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Return when it is this request's turn."""
+        loop = asyncio.get_running_loop()
+        if self._free:
+            self._free = False
+            loop.call_soon(self._next, loop)
+            return
+        mine: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(mine)
+        await mine
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not first.done():
+                first.set_result(None)
+                loop.call_soon(self._next, loop)
+                return
+        self._free = True
+
+
 class RequestContext:
     """Gives every request an id and a record, renders what other middleware raised, logs and counts the end."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self.app = app
         self.server = server
+        self.turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request inside its record."""
@@ -148,6 +178,7 @@ class RequestContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        await self.turns.wait()
         record = self._record(scope)
         scope.setdefault("state", {})["record"] = record
         status = 0

@@ -272,6 +272,11 @@ def custom_tool(value: Mapping[str, Any], param: str) -> Tool:
     )
 
 
+def left_out(items: Sequence[Mapping[str, Any]] | None, known: tuple[str | None, ...]) -> list[str]:
+    """The kinds of tools that nobody here can run; they are left out, and the answer's header and the log say so."""
+    return [str(item.get("type"))[:60] for item in items or () if item.get("type") not in known]
+
+
 def unique_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     """Two tools of one name cannot be told apart in a call."""
     seen: set[str] = set()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -31,8 +31,8 @@ class Handle(Protocol):
     def queue_position(self) -> int | None:
         """How many requests are ahead; None once it runs."""
 
-    def __aiter__(self) -> AsyncIterator[Event]:
-        """All events of the request."""
+    def abatches(self) -> AsyncGenerator[list[Event], None]:
+        """All events of the request, as many at a time as have come; left early, it cancels the request."""
 
     def cancel(self) -> None:
         """End the request early."""
@@ -49,70 +49,41 @@ class Generation:
     choices: int | None = None
     finishes: dict[int, Finish] = field(default_factory=dict)
     closed: bool = False
+    overdue: EngineBusyError | None = None
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompts; choices of one prompt share it and count it once."""
         return self.handles[0].prompt_tokens
 
-    async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
+    async def batches(self) -> AsyncGenerator[list[tuple[int, Event]], None]:
         """Events of all choices as they come, in batches; ends when every choice has ended.
 
         Raises:
             NinferError: whatever ended one of the choices; the others are cancelled.
         """
-        queue: deque[tuple[int, Event | None]] = deque()
-        wake = asyncio.Event()
-        failures: list[BaseException] = []
-
-        async def pump(index: int, handle: Handle) -> None:
-            taken = 0
-            try:
-                async for event in handle:
-                    queue.append((index, event))
-                    wake.set()
-                    taken += 1
-                    if taken % _BATCH == 0:
-                        await asyncio.sleep(0)  # a backlog never makes the iteration wait, so nobody else would run
-            except Exception as error:
-                failures.append(error)
-            finally:
-                queue.append((index, None))
-                wake.set()
-
-        async def limit_waiting(seconds: float) -> None:
-            await asyncio.sleep(seconds)
-            if any(handle.queue_position is not None for handle in self.handles):
-                failures.append(EngineBusyError(f"the request waited {seconds:g} s in the queue, which is the limit"))
-                wake.set()
-
-        tasks = [asyncio.ensure_future(pump(i, handle)) for i, handle in enumerate(self.handles)]
-        open_choices = len(tasks)
-        if self.server.settings.queue_timeout is not None:
-            tasks.append(asyncio.ensure_future(limit_waiting(self.server.settings.queue_timeout)))
+        limit = self.server.settings.queue_timeout
+        timer = None if limit is None else asyncio.get_running_loop().call_later(limit, self._end_waiting, limit)
+        source = _batches(0, self.handles[0]) if len(self.handles) == 1 else _merged(self.handles)
         try:
-            while open_choices:
-                await wake.wait()
-                batch: list[tuple[int, Event]] = []
-                while queue and len(batch) < _BATCH:
-                    index, event = queue.popleft()
-                    if event is None:
-                        open_choices -= 1
-                        continue
-                    if isinstance(event, Finish):
-                        self.finishes[index] = event
-                    batch.append((index, event))
-                if not queue:
-                    wake.clear()
-                if batch:
+            async with contextlib.aclosing(source) as batches:
+                async for batch in batches:
+                    if self.overdue is not None:
+                        raise self.overdue
+                    for index, event in batch:
+                        if isinstance(event, Finish):
+                            self.finishes[index] = event
                     self.record.output_seen(self.server.metrics)
                     yield batch
-                if failures:
-                    raise failures[0]
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if timer is not None:
+                timer.cancel()
+
+    def _end_waiting(self, limit: float) -> None:
+        """The queue-time limit has passed: whoever still waits is withdrawn, and so are its fellow choices."""
+        if any(handle.queue_position is not None for handle in self.handles):
+            self.overdue = EngineBusyError(f"the request waited {limit:g} s in the queue, which is the limit")
+            self.cancel()
 
     def cancel(self) -> None:
         """Ask the engine to end all choices."""
@@ -132,6 +103,50 @@ class Generation:
         self.record.usage = merged_usage(ends, self.choices)
         self.record.finish_reasons = [end.reason for end in ends]
         self.server.metrics.generation_ended(self.record, ends, reason)
+
+
+async def _batches(index: int, handle: Handle) -> AsyncGenerator[list[tuple[int, Event]], None]:
+    """The events of choice `index`. A backlog never makes this wait, so others get their turn between batches."""
+    taken = 0
+    async with contextlib.aclosing(handle.abatches()) as groups:
+        async for events in groups:
+            for at in range(0, len(events), _BATCH):
+                batch = [(index, event) for event in events[at : at + _BATCH]]
+                taken += len(batch)
+                if taken >= _BATCH:
+                    taken = 0
+                    await asyncio.sleep(0)
+                yield batch
+
+
+async def _merged(handles: Sequence[Handle]) -> AsyncGenerator[list[tuple[int, Event]], None]:
+    """The events of several choices as they come."""
+    queue: asyncio.Queue[list[tuple[int, Event]] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, handle: Handle) -> None:
+        try:
+            async for batch in _batches(index, handle):
+                queue.put_nowait(batch)
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(pump(i, handle)) for i, handle in enumerate(handles)]
+    left = len(tasks)
+    try:
+        while left:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def merged_usage(finished: Iterable[Finish | Completion], choices: int | None = None) -> Usage:
@@ -276,12 +291,13 @@ class EncodedStream:
     generation: Generation
     encoder: Encoder
 
-    async def blocks(self) -> AsyncIterator[bytes]:
+    async def blocks(self) -> AsyncGenerator[bytes, None]:
         """Encoded batches, then the closing block; a failure becomes the API's own error event."""
         record = self.generation.record
         try:
-            async for batch in self.generation.batches():
-                yield b"".join([self.encoder.event(index, event) for index, event in batch])
+            async with contextlib.aclosing(self.generation.batches()) as batches:
+                async for batch in batches:
+                    yield b"".join([self.encoder.event(index, event) for index, event in batch])
             for finish in self.generation.finishes.values():
                 raise_if_stopped(finish.reason)
         except Exception as error:

@@ -29,12 +29,13 @@ from .answer import Prepared, Waiting, answer, documented
 from .anthropic import input_object
 from .body import read_request
 from .card import rfc3339
-from .common import call_id
+from .common import call_id, left_out
 from .context import RequestRecord, Server
 from .durations import parse_duration
 from .errors import body_of, fault_of
 from .ollama_input import bounded, chat_request, generate_request
 from .ollama_models import model_routes
+from .openai_messages import TOOL_KINDS
 from .schemas import OllamaBase, OllamaChatRequest, OllamaGenerateRequest
 from .wire import NDJSON, JsonResponse, ndjson
 
@@ -213,12 +214,8 @@ def router(server: Server) -> APIRouter:
         body = await read_request(http, OllamaChatRequest, limit)
         if not body.messages:
             return await _empty(server, http, body, True)
-
-        def make() -> Request:
-            request, http.scope["state"]["record"].dropped = chat_request(body, server)
-            return request
-
-        return await _answer(server, http, body, True, make)
+        http.scope["state"]["record"].dropped = left_out(body.tools, TOOL_KINDS)
+        return await _answer(server, http, body, True, lambda: chat_request(body, server))
 
     @routes.post("/api/generate", **documented(OllamaGenerateRequest))
     async def generate(http: HttpRequest) -> Response:

@@ -17,13 +17,13 @@ from .openai_messages import to_tools
 from .schemas import OllamaBase, OllamaChatRequest, OllamaGenerateRequest, OllamaMessage, OllamaOptions
 
 
-def chat_request(body: OllamaChatRequest, server: Server) -> tuple[Request, list[str]]:
-    """The neutral request of a chat and the tool kinds left out."""
-    tools, _, dropped = to_tools(body.tools)
+def chat_request(body: OllamaChatRequest, server: Server) -> Request:
+    """The neutral request of a chat."""
+    tools, _ = to_tools(body.tools)
     messages = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ()))
     last = messages[-1]
     resumes = last.role == "assistant" and not last.tool_calls and bool(last.content)
-    return Request(messages=messages, tools=tools, continue_final_message=resumes, **_common(body)), dropped
+    return Request(messages=messages, tools=tools, continue_final_message=resumes, **_common(body))
 
 
 def generate_request(body: OllamaGenerateRequest, server: Server) -> Request:

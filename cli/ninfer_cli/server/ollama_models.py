@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ class _PullStream:
     name: str
     request_id: str
 
-    async def blocks(self) -> AsyncIterator[bytes]:
+    async def blocks(self) -> AsyncGenerator[bytes, None]:
         """Status lines; a failure is the last of them."""
         try:
             async with contextlib.aclosing(self.server.pulls.watch(self.name)) as lines:

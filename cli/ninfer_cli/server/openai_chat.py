@@ -36,6 +36,7 @@ from .common import (
     constraint_name,
     format_of,
     guided_of,
+    left_out,
     limit_of,
     new_id,
     restrict,
@@ -46,16 +47,16 @@ from .common import (
 from .context import Server
 from .errors import body_of, fault_of
 from .generation import in_order, merged_usage
-from .openai_messages import to_choice, to_messages, to_tools
+from .openai_messages import TOOL_KINDS, to_choice, to_messages, to_tools
 from .schemas import ChatRequest
 from .wire import SSE, SSE_COMMENT, SSE_DONE, dumps, sse
 
 
-def to_request(body: ChatRequest, server: Server, index: int = 0) -> tuple[Request, frozenset[str], list[str]]:
-    """The neutral request of choice `index`, the names of free-form tools, and the tool kinds left out."""
+def to_request(body: ChatRequest, server: Server, index: int = 0) -> tuple[Request, frozenset[str]]:
+    """The neutral request of choice `index`, and the names of free-form tools."""
     if body.modalities and set(body.modalities) - {"text"}:
         raise UnsupportedError("modalities may only be text; these models write text", param="modalities")
-    tools, custom, dropped = to_tools(body.tools, body.functions)
+    tools, custom = to_tools(body.tools, body.functions)
     tools, choice = restrict(tools, _choice(body))
     if not tools and choice.mode == "none":
         choice = ToolChoice()
@@ -87,7 +88,7 @@ def to_request(body: ChatRequest, server: Server, index: int = 0) -> tuple[Reque
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **thinking_of(body),
     )
-    return request, custom, dropped
+    return request, custom
 
 
 def _choice(body: ChatRequest) -> ToolChoice:
@@ -285,13 +286,14 @@ def router(server: Server) -> APIRouter:
         """Create a chat completion, streamed or whole."""
         body = await read_request(http, ChatRequest, server.settings.max_body_bytes)
         record = http.scope["state"]["record"]
+        record.dropped = left_out(body.tools, TOOL_KINDS)
 
         async def prepare(model: str) -> Prepared:
             body.model = model
             converted = [to_request(body, server, index) for index in range(body.n or 1)]
-            _, custom, record.dropped = converted[0]
+            _, custom = converted[0]
             return Prepared(
-                [request for request, _, _ in converted],
+                [request for request, _ in converted],
                 ChatEncoder(body, server, custom, record.request_id) if body.stream else None,
                 lambda completions: complete(body, server, custom, completions),
                 names={"response_format": constraint_name(body)},

@@ -14,6 +14,7 @@ from .media import MediaReader
 from .schemas import ChatMessage
 
 Mode = Literal["none", "auto", "required"]
+TOOL_KINDS = (None, "function", "custom")
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING_PARTS = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text"}
@@ -135,14 +136,13 @@ def _call(item: Mapping[str, Any], path: str) -> ToolCall:
 
 def to_tools(
     tools: Sequence[Mapping[str, Any]] | None, functions: Sequence[Mapping[str, Any]] | None = None
-) -> tuple[tuple[Tool, ...], frozenset[str], list[str]]:
-    """Tools, the names of free-form ones, and the kinds of hosted tools that nobody here can run (left out)."""
+) -> tuple[tuple[Tool, ...], frozenset[str]]:
+    """Tools and the names of free-form ones, without those of kinds that are not in `TOOL_KINDS`."""
     result: list[Tool] = []
     custom: set[str] = set()
-    dropped: list[str] = []
     for i, item in enumerate(tools or ()):
-        path, kind = f"tools[{i}]", item.get("type", "function")
-        if kind == "function":
+        path, kind = f"tools[{i}]", item.get("type")
+        if kind in (None, "function"):
             inner = item.get("function")
             if isinstance(inner, dict):
                 result.append(function_tool(inner, f"{path}.function", raw=item))
@@ -153,12 +153,10 @@ def to_tools(
             tool = custom_tool(inner if isinstance(inner, dict) else item, f"{path}.custom")
             result.append(tool)
             custom.add(tool.name)
-        else:
-            dropped.append(str(kind)[:60])
     # The old spelling beside the new one is the same list again.
     for i, item in enumerate(functions or () if not result else ()):
         result.append(function_tool(item, f"functions[{i}]"))
-    return unique_tools(result), frozenset(custom), dropped
+    return unique_tools(result), frozenset(custom)
 
 
 def to_choice(choice: str | Mapping[str, Any] | None, param: str = "tool_choice") -> ToolChoice:

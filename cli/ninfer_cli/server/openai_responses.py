@@ -16,9 +16,10 @@ from ninfer_core.types import Completion, Finish
 
 from .answer import Prepared, Waiting, answer, documented
 from .body import read_request
+from .common import left_out
 from .context import Server
 from .errors import HttpError
-from .responses_input import input_items, to_request
+from .responses_input import TOOL_KINDS, input_items, to_request
 from .responses_output import ResponsesEncoder, ResponseShape, failed_early, output_items
 from .schemas import ResponsesRequest
 from .wire import JsonResponse, sse
@@ -111,11 +112,11 @@ def router(server: Server) -> APIRouter:
         """Create a response, streamed or whole."""
         body = await read_request(http, ResponsesRequest, limit)
         record = http.scope["state"]["record"]
+        record.dropped = left_out(body.tools, TOOL_KINDS)
         history = _history(server, body.previous_response_id)
 
         async def prepare(model: str) -> Prepared:
             request, toolset = to_request(body, server, history)
-            record.dropped = toolset.dropped
             keep = bool(server.store.limit) and body.store is not False
             shape = ResponseShape(body, model, toolset, keep)
             items = [*history, *input_items(body.input)]

@@ -30,6 +30,7 @@ from .media import MediaReader
 from .openai_messages import content_of, to_choice
 from .schemas import ResponsesRequest
 
+TOOL_KINDS = ("function", "custom", "namespace")
 _ROLES = ("user", "assistant", "system", "developer")
 # Marks reasoning that this server wrote into `encrypted_content`; anything else there is opaque to us.
 REASONING_TAG = "ninfer-reasoning-1:"
@@ -42,11 +43,10 @@ class ToolSet:
     tools: tuple[Tool, ...] = ()
     custom: frozenset[str] = frozenset()
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
 
 
 def to_tools(items: Sequence[Mapping[str, Any]] | None) -> ToolSet:
-    """Functions, free-form tools and namespaces of functions; hosted tools are left out and named in `dropped`."""
+    """Functions, free-form tools and namespaces of functions; without those of kinds that are not in `TOOL_KINDS`."""
     result = ToolSet()
     tools: list[Tool] = []
     custom: set[str] = set()
@@ -59,8 +59,6 @@ def to_tools(items: Sequence[Mapping[str, Any]] | None) -> ToolSet:
             custom.add(tools[-1].name)
         elif kind == "namespace":
             tools += _namespace(item, path, result, custom)
-        else:
-            result.dropped.append(str(kind)[:60])
     result.tools, result.custom = unique_tools(tools), frozenset(custom)
     return result
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -48,7 +50,7 @@ class JsonResponse(Response):
 class Source(Protocol):
     """What a `StreamResponse` plays: blocks of bytes, then the end; `close` after any end."""
 
-    def blocks(self) -> AsyncIterator[bytes]:
+    def blocks(self) -> AsyncGenerator[bytes, None]:
         """The stream after its first block."""
 
     def close(self, reason: str) -> None:
@@ -59,7 +61,8 @@ class StreamResponse(Response):
     """Headers and `first` at once, then the source's blocks, with `heartbeat` after every silent interval.
 
     The client's disconnect is watched all the time, also while nothing is being written, and a client that
-    does not read for `stall_timeout` seconds counts as gone.
+    does not read for `stall_timeout` seconds counts as gone. One task writes, and one timer watches it: a block costs
+    no task and no timer of its own.
     """
 
     def __init__(
@@ -80,58 +83,64 @@ class StreamResponse(Response):
         del self.headers["content-length"]
         self.first, self.source, self.heartbeat = first, source, heartbeat
         self.interval, self.stall_timeout = interval, stall_timeout
+        self._writing = False
+        self._moved = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write until the source ends or the client is gone."""
         writer = asyncio.ensure_future(self._write(send))
         watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+        clock = asyncio.ensure_future(self._keep_alive(send))
+        tasks = (writer, watcher, clock)
         reason = "error"
         try:
-            await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 reason = writer.result()
             else:
-                reason = "disconnect"
+                reason = "disconnect" if watcher.done() else clock.result()
         finally:
-            for task in (writer, watcher):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(writer, watcher, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self.source.close(reason)
 
     async def _write(self, send: Send) -> str:
-        blocks = self.source.blocks()
-        pending: asyncio.Future[bytes] | None = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send(send, self.first)
-            while True:
-                pending = pending or asyncio.ensure_future(anext(blocks))  # type: ignore[arg-type]
-                done, _ = await asyncio.wait({pending}, timeout=self.interval)
-                if not done:
-                    await self._send(send, self.heartbeat)
-                    continue
-                try:
-                    block = pending.result()
-                except StopAsyncIteration:
-                    break
-                pending = None
-                if block:
-                    await self._send(send, block)
+            async with contextlib.aclosing(self.source.blocks()) as blocks:
+                async for block in blocks:
+                    if block:
+                        await self._send(send, block)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            return "stalled"
         except OSError:
             return "disconnect"
-        finally:
-            if pending is not None:
-                pending.cancel()
-                await asyncio.gather(pending, return_exceptions=True)
         return "done"
 
     async def _send(self, send: Send, block: bytes) -> None:
-        # Not wait_for: it can swallow a cancellation that arrives while the send completes.
-        async with asyncio.timeout(self.stall_timeout):
-            await send({"type": "http.response.body", "body": block, "more_body": True})
+        self._writing, self._moved = True, time.monotonic()
+        await send({"type": "http.response.body", "body": block, "more_body": True})
+        self._writing, self._moved = False, time.monotonic()
+
+    async def _keep_alive(self, send: Send) -> str:
+        """Write the heartbeat when it is due; ends when the client has not read for too long."""
+        while True:
+            limit = self.stall_timeout if self._writing else self.interval
+            left = self._moved + limit - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(min(left, self.interval, self.stall_timeout))
+            elif self._writing:
+                return "stalled"
+            else:
+                try:
+                    async with asyncio.timeout(self.stall_timeout):
+                        await send({"type": "http.response.body", "body": self.heartbeat, "more_body": True})
+                except TimeoutError:
+                    return "stalled"
+                except OSError:
+                    return "disconnect"
+                self._moved = time.monotonic()
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
