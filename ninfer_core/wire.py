@@ -8,10 +8,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from .errors import (
     AuthenticationError,
     ContextOverflowError,
+    DeviceFaultError,
     EngineBusyError,
     EngineClosedError,
     EngineError,
@@ -20,6 +22,7 @@ from .errors import (
     MediaError,
     ModelNotFoundError,
     NinferError,
+    NotFiniteError,
     PermissionDeniedError,
     RequestCancelledError,
     RequestTimeoutError,
@@ -52,6 +55,22 @@ from .types import (
 
 _SAMPLING = tuple(name for name in Sampling.__dataclass_fields__ if name != "logit_bias")
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
+
+
+def check_address(base_url: str) -> str:
+    """The address of a server without a trailing `/v1`.
+
+    Raises:
+        InvalidRequestError: it is no http(s) address.
+    """
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise InvalidRequestError(
+            f"base_url is {base_url!r}; it must begin with http:// or https:// and name a host, such as "
+            "http://127.0.0.1:11434",
+            param="base_url",
+        )
+    return base_url.rstrip("/").removesuffix("/v1")
 
 
 # --- requests ----------------------------------------------------------------------------------------------------
@@ -329,6 +348,8 @@ _BY_CODE: dict[str, type[NinferError]] = {
     "timeout": RequestTimeoutError,
     "cancelled": RequestCancelledError,
     "engine_closed": EngineClosedError,
+    "device_fault": DeviceFaultError,
+    "not_finite": NotFiniteError,
 }
 _BY_STATUS: dict[int, type[NinferError]] = {
     401: AuthenticationError,

@@ -227,6 +227,9 @@ class HashRounds:
     def rows_within(self, tokens):
         return 8
 
+    def clear(self):
+        self.lanes.clear()
+
     def seat(self, slot, pages, start):
         self.lanes[slot] = {"anchor": start.anchor, "length": start.length, "commit": start.commit,
                             "remaining": start.remaining, "drafts": list(start.drafts), "stops": set(start.stops),

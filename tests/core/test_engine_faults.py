@@ -17,6 +17,7 @@ from ninfer_core.errors import (
     InvalidRequestError,
     RequestTimeoutError,
 )
+from ninfer_core.runtime.loop import Restarts
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,7 @@ def test_a_fault_in_prefill_ends_its_request_only(shared):
 
 def test_a_dead_model_is_not_healthy():
     with tiny_engine(draft_tokens=0, max_sequences=1) as engine:
+        engine._loop.rules = Restarts(pauses=(0.0, 0.0))
         engine.generate(raw(tokens=2))
 
         def dead(*args):
@@ -120,7 +122,7 @@ def test_a_dead_model_is_not_healthy():
             with pytest.raises(EngineFailedError):
                 handle.result(20)
         until(lambda: engine.state == "failed")
-        assert engine.health()["status"] == "failed"
+        assert engine.health()["status"] == "failed" and "load it again" in engine.health()["error"]
         with pytest.raises(EngineFailedError, match="load it again"):
             engine.submit(raw())
 

@@ -126,5 +126,34 @@ def test_a_failed_launch_restarts_its_sequences_alone():
     machine.audit()
 
 
+def test_results_that_cannot_be_read_end_nobody_silently():
+    """A flight holds two sequences, of which one has moved to another group: it must not go on without its tokens."""
+    machine = Machine(lanes=True, drafts=3, slots=2)
+    handles = [machine.submit(prompt, 60) for prompt in OTHERS[:2]]
+    while min(h.session.completion_tokens for h in handles) < 6:
+        machine.scheduler.step()
+    (flight,) = machine.runner._flights._flying
+    assert len(flight.crew) == 2
+    machine.scheduler._decoding[1].pace.drafting = False
+    flight.launched.read = _fails
+    machine.scheduler.step()
+    for prompt, handle, told in zip(OTHERS[:2], handles, machine.run(*handles), strict=True):
+        assert handle.session.outcome == "error" and told == answer(prompt, len(told))
+    machine.audit()
+    assert machine.run(machine.submit(OTHERS[2], 30)) == [answer(OTHERS[2], 30)]
+
+
+def test_what_is_late_for_a_request_that_left_is_forgotten():
+    machine = Machine(lanes=True, drafts=3, slots=2)
+    handles = [machine.submit(prompt, 60) for prompt in OTHERS[:2]]
+    while min(h.session.completion_tokens for h in handles) < 6:
+        machine.scheduler.step()
+    machine.runner._flights._late[machine.scheduler._decoding[1]] = RuntimeError("late")
+    handles[1].cancel()
+    machine.run(*handles)
+    assert handles[1].session.outcome == "cancelled" and not machine.runner._flights._late
+    assert machine.tokens[handles[0].id] == answer(OTHERS[0], 60)
+
+
 def _fails(*_):
     raise RuntimeError("the device said no")

@@ -128,6 +128,25 @@ def open_and_keep():
     assert lanes.shape[1] == LANE_WIDTH and (lanes[0] == 0).all()
 
 
+def many_rounds():
+    """Two rounds of 200 sequences, each in a launch of its own, are read in the end: none has taken another's place."""
+    work = type("Work", (), {"splits": lambda self, tokens: 1, "rows_within": lambda self, splits: 8})()
+    rounds = DeviceRounds(type("Decoder", (NoDecoder,), {"work": work})(), None, None, slots=200, pages=8,
+                          addressable=ADDRESSABLE)  # fmt: skip
+
+    def emit(batch, rows, drafts, splits):
+        results = rounds._buffers.results[:batch]
+        results[:, 0], results[:, 1] = 1, 0
+        results[:, 2] = rounds._buffers.slots[:batch]
+
+    rounds._round = emit
+    launched = [rounds.launch([slot], 1, 0, 10) for _ in range(2) for slot in range(200)]
+    assert [one.read()[0].tokens for one in launched] == [[slot] for _ in range(2) for slot in range(200)]
+    rounds.clear()
+    assert not rounds.lanes.any() and not rounds.tables.any()
+    assert rounds.launch([7], 1, 0, 10).read()[0].tokens == [7]
+
+
 def rope():
     lengths, deltas = torch.tensor([0, 262_140], dtype=torch.int32), torch.tensor([0, -7], dtype=torch.int32)
     cos, sin = torch.full((6, 64), torch.nan), torch.full((6, 64), torch.nan)
@@ -191,7 +210,8 @@ def workspace():
 
 CASES = {
     "draw": lambda: draw("plain"), "draw ties": lambda: draw("ties"), "draw sick": lambda: draw("sick"),
-    "accept": accept, "open and keep": open_and_keep, "rope": rope, "finish": finish, "draft input": draft_input,
+    "accept": accept, "open and keep": open_and_keep, "many rounds": many_rounds,
+    "rope": rope, "finish": finish, "draft input": draft_input,
     "workspace": workspace,
 }  # fmt: skip
 

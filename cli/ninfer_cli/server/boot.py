@@ -20,7 +20,7 @@ from . import page
 from .app import build_app
 from .errors import body_of, dialect_of, fault_of, status_of
 from .host import ModelHost, loaded
-from .security import OPEN_PATHS, ApiKeys, HostGuard
+from .security import HEALTH_PATHS, OPEN_PATHS, ApiKeys, HostGuard
 from .settings import ServerSettings
 from .wire import JsonResponse
 
@@ -90,7 +90,7 @@ class Boot:
 
     async def _loading(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if scope["path"] in ("/health", "/v1/health", "/ready"):
+            if scope["path"] in HEALTH_PATHS:
                 body = {"status": "loading", "error": {"code": 503, "message": "Loading model"}}
                 await JsonResponse(body, status_code=503, headers={"Retry-After": "2"})(scope, receive, send)
                 return
@@ -133,6 +133,8 @@ class GracefulServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 boot,
+                # The other parser that uvicorn would take where it is installed has no limit for headers.
+                http="h11",
                 log_level="warning",
                 lifespan="on",
                 timeout_keep_alive=settings.keep_alive,

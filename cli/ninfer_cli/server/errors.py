@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from ninfer_core.errors import (
     ContextOverflowError,
+    DeviceFaultError,
     EngineBusyError,
     EngineClosedError,
     EngineFailedError,
     InvalidRequestError,
     ModelNotFoundError,
     NinferError,
+    NotFiniteError,
     RequestCancelledError,
     RequestTimeoutError,
 )
@@ -91,6 +93,10 @@ def fault_of(error: BaseException) -> Fault:
         return Fault(503, error.message, "service_unavailable", headers=headers)
     if isinstance(error, (RequestTimeoutError, RequestCancelledError)):
         return Fault(503, error.message, error.code, headers=_retry_after(1.0))
+    if isinstance(error, DeviceFaultError):
+        return Fault(503, error.message, error.code, headers=_retry_after(2.0))
+    if isinstance(error, NotFiniteError):
+        return Fault(500, error.message, error.code, headers={"x-should-retry": "false"})
     if isinstance(error, EngineClosedError):
         return Fault(503, error.message, "service_unavailable", headers={"x-should-retry": "false"})
     if isinstance(error, ModelNotFoundError):

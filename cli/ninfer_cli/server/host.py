@@ -202,7 +202,8 @@ class ModelHost:
         return self._usable() and self.current is not None and self.current.key == key and not self._queue
 
     def _usable(self) -> bool:
-        return self.current is not None and self.loading is None and self.current.engine.state == "ready"
+        fine = ("ready", "restarting")  # an engine that begins anew keeps its queue
+        return self.current is not None and self.loading is None and self.current.engine.state in fine
 
     def _grant(self) -> None:
         self.leases += 1

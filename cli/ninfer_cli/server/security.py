@@ -16,7 +16,8 @@ from . import page
 from .errors import HttpError
 from .settings import ServerSettings
 
-OPEN_PATHS = frozenset({"/", *page.FILES, "/health", "/v1/health", "/ready", "/ping"})
+HEALTH_PATHS = frozenset({"/health", "/v1/health", "/healthz", "/ready", "/readyz"})
+OPEN_PATHS = frozenset({"/", *page.FILES, *HEALTH_PATHS, "/ping"})
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 _APP_SCHEMES = frozenset({"app", "tauri", "vscode-webview", "vscode-file"})
 _ALLOWED_HEADERS = (

@@ -32,6 +32,8 @@ def _health(server: Server) -> JsonResponse:
     if state in ("new", "loading"):
         error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
         return JsonResponse({"status": "loading", "error": error}, status_code=503, headers={"Retry-After": "2"})
+    if state == "ready":  # it was asked to find out whether a token can be made
+        state = server.engine.health()["status"]
     return JsonResponse({"status": str(state)}, status_code=503)
 
 
@@ -46,12 +48,12 @@ def _health_routes(routes: APIRouter, server: Server) -> None:
         """A file of the chat page."""
         return page.page_file(http.url.path)
 
-    @readable(routes, "/health", "/v1/health")
+    @readable(routes, "/health", "/v1/health", "/healthz")
     async def health() -> JsonResponse:
-        """200 when a token can be made, 503 while loading or after a failure."""
+        """200 when a token can be made, else 503: `loading`, `checking`, `restarting`, `stalled` or `failed`."""
         return _health(server)
 
-    @readable(routes, "/ready")
+    @readable(routes, "/ready", "/readyz")
     async def ready() -> JsonResponse:
         """Like health, and 503 during shutdown."""
         if server.stopping:
