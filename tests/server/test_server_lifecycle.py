@@ -210,22 +210,21 @@ def test_states_of_the_engine(serve: Any) -> None:
     engine.state = "ready"
     assert server.http.get("/readyz").status_code == 200
     assert server.http.get("/ping").text == "pong" and server.http.head("/").status_code == 200
+    engine.close()
+    answer = server.post("/v1/chat/completions", {"messages": USER})
+    assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
 
 
 def test_a_fault_of_the_device_asks_for_another_attempt(serve: Any) -> None:
     """Unlike other faults of the engine: the message is ours, and clients with retries send the request again."""
     errors = (DeviceFaultError("the device failed; send it again"), NotFiniteError("the logits are not finite"))
-    server = serve(*(Script([Fault(error)]) for error in errors))
-    failed, sick = (server.post("/v1/chat/completions", {"messages": USER}) for _ in errors)
+    failed, sick = (serve(Script([Fault(error)])).post("/v1/chat/completions", {"messages": USER}) for error in errors)
     assert failed.status_code == 503 and int(failed.headers["retry-after"]) >= 1
     assert failed.json()["error"]["code"] == "device_fault" and "send it again" in failed.json()["error"]["message"]
     assert sick.status_code == 500 and sick.headers["x-should-retry"] == "false"
     assert sick.json()["error"]["code"] == "not_finite"
     for answer, kind in ((failed, DeviceFaultError), (sick, NotFiniteError)):
         assert type(decode_error(answer.status_code, answer.content, answer.headers)) is kind
-    engine.close()
-    answer = server.post("/v1/chat/completions", {"messages": USER})
-    assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
 
 
 def test_a_deadline_is_an_error_never_a_success(serve: Any) -> None:
