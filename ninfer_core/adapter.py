@@ -34,6 +34,7 @@ from .types import (
     Event,
     Image,
     ReasoningDelta,
+    ResponseFormat,
     TextDelta,
     Timings,
     TokenLogprob,
@@ -41,6 +42,7 @@ from .types import (
     ToolChoice,
     Video,
 )
+from .wire import check_address
 
 if TYPE_CHECKING:
     from .client import Client
@@ -98,19 +100,27 @@ def share(engine: EngineInterface) -> str:
         return name
 
 
-def connect(target: Target) -> EngineInterface:
-    """The engine of a target; loads nothing and opens no connection.
+def connect(target: Target, model: str | None = None) -> EngineInterface:
+    """The engine of a target; loads nothing and opens no connection. `model` is what one call asks for instead.
 
     Raises:
+        InvalidRequestError: the model is no string, or the address of a server is none.
         ModelNotFoundError: the engine of that name serves other models.
         EngineConflictError: the engine of that name was made with other options.
         EngineClosedError: a shared engine of another process, or of one that is gone.
     """
+    if model is not None and not isinstance(model, str):
+        raise InvalidRequestError(f"model must be a string, not {type(model).__name__}", param="model")
     if target.base_url:
-        return _client(target).with_model(target.model)
+        return _client(target).with_model(target.model if model is None else model)
+    engine = _local(target)
+    return engine if model is None or model == target.model else check_served(engine, model, target.engine)
+
+
+def _local(target: Target) -> EngineInterface:
     shared = _SHARED.get(target.engine)
     if shared is not None:
-        return _serving(shared, target)
+        return check_served(shared, target.model, target.engine)
     if target.engine.startswith("@"):
         raise EngineClosedError(
             f"engine {target.engine!r} is not in this process; use from_engine again, or name an engine and its model"
@@ -125,11 +135,7 @@ def connect(target: Target) -> EngineInterface:
         same_options = not target.options or replace(wanted, model=known.spec.model) == known.spec
         if not same_options:
             raise
-        return _serving(known, target)
-
-
-def _serving(engine: EngineInterface, target: Target) -> EngineInterface:
-    return check_served(engine, target.model, target.engine)
+        return check_served(known, target.model, target.engine)
 
 
 def check_served(engine: EngineInterface, model: str, name: str = "") -> EngineInterface:
@@ -303,16 +309,40 @@ def checked_fields(values: Any, known: Iterable[str], aliases: Mapping[str, str]
         raise ValueError(str(error).replace("option", "field")) from None
 
 
-def check_engine_options(model: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that no engine has.
+def check_target(target: Target) -> None:
+    """Refuse what no engine and no server can be found by.
 
     Raises:
-        ValueError: an unknown or impossible one.
+        ValueError: an unknown or impossible engine option, an address without a scheme, or a client of another kind.
     """
+    if not target.model.strip():
+        raise InvalidRequestError("model is empty; give a name or the path of an artifact", param="model")
     try:
-        EngineOptions(model=model, **options)
+        EngineOptions(model=target.model, **target.options)
     except TypeError as error:
         raise ValueError(f"engine_options: {error}") from None
+    if target.base_url:
+        check_address(target.base_url)
+    if target.http_client is not None:
+        from .client import check_http_client
+
+        check_http_client(target.http_client)
+
+
+def format_of_envelope(value: Mapping[str, Any]) -> ResponseFormat:
+    """The form that OpenAI's `{"type": "json_schema", "json_schema": {...}}` asks for.
+
+    Raises:
+        InvalidRequestError: there is no schema in it.
+    """
+    inner = value.get("json_schema", value)
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, Mapping | bool):
+        raise InvalidRequestError(
+            f"response_format.json_schema.schema must be a JSON schema, not {type(schema).__name__}",
+            param="response_format",
+        )
+    return ResponseFormat("json_schema", schema, strict=inner.get("strict") is not False)
 
 
 def tool_choice_of(choice: Any, names: Sequence[str]) -> ToolChoice:

@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 
 import httpx
 
-from .errors import EngineClosedError, NinferError, RequestTimeoutError, ServerUnreachableError
+from .errors import EngineClosedError, InvalidRequestError, NinferError, RequestTimeoutError, ServerUnreachableError
 from .runtime.handle import RequestHandle
 from .runtime.interface import EngineInterface, Prompt, make_request, model_profile
 from .types import Finish, Request, Tool, Usage
-from .wire import ChatReader, TextReader, decode_error, messages_body, request_body, tool_body
+from .wire import ChatReader, TextReader, check_address, decode_error, messages_body, request_body, tool_body
 
 T = TypeVar("T")
 
@@ -116,6 +116,9 @@ class Client(EngineInterface):
         max_retries: further attempts after a refused connection or a full queue, while nothing has been generated.
         http_client: your own `httpx.AsyncClient` (proxies, certificates, transports); it is used on the background
             loop only, and you close it.
+
+    Raises:
+        InvalidRequestError: the address has no scheme or host, or the client is of another kind.
     """
 
     nonblocking = True
@@ -131,7 +134,9 @@ class Client(EngineInterface):
         max_retries: int = 2,
         http_client: httpx.AsyncClient | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.base_url = check_address(base_url)
+        if http_client is not None:
+            check_http_client(http_client)
         self.model = model
         self.timeout = timeout
         self.max_retries = max_retries
@@ -316,6 +321,19 @@ class Client(EngineInterface):
     def close(self) -> None:
         """Cancel what runs and close the connections. Idempotent."""
         self._link.close()
+
+
+def check_http_client(client: Any) -> None:
+    """Refuse a client that cannot run on the background loop.
+
+    Raises:
+        InvalidRequestError: it is no `httpx.AsyncClient`.
+    """
+    if not isinstance(client, httpx.AsyncClient):
+        raise InvalidRequestError(
+            f"http_client must be an httpx.AsyncClient, not {type(client).__name__}: synchronous calls use it too",
+            param="http_client",
+        )
 
 
 def _as_request(messages: Prompt, tools: Sequence[Tool] | None, thinking: bool | None) -> Request:

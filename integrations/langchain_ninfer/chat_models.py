@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput, ModelProfile
-from langchain_core.language_models.chat_models import BaseChatModel, LangSmithParams
+from langchain_core.language_models.chat_models import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
-from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
-from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.utils import from_env, secret_from_env
 from pydantic import ConfigDict, Field, SecretStr, model_validator
@@ -21,30 +20,27 @@ from ninfer_core.adapter import (
     MediaPolicy,
     Target,
     answer_logprobs,
-    check_engine_options,
-    check_served,
+    check_target,
     checked_fields,
-    concurrency,
     connect,
     joined,
     offline_profile,
     share,
     tool_choice_of,
 )
-from ninfer_core.errors import NinferError
 from ninfer_core.types import Request, TokenLogprob
 
+from .batching import ManyAtOnce, gate, take_ready
 from .errors import translated
 from .messages import to_messages
 from .options import FIELDS, build_request, check_options, to_tool
 from .output import BlockEvents, ChunkMaker, to_result
 from .structured import structured
 
-_READY: ContextVar[list[tuple[Request, Any]] | None] = ContextVar("ninfer_ready", default=None)
-_ALIASES = {"model_name": "model", "stop_sequences": "stop"}
+_ALIASES = {"model_name": "model", "stop_sequences": "stop", "http_async_client": "http_client"}
 
 
-class ChatNInfer(BaseChatModel):
+class ChatNInfer(ManyAtOnce):
     """Chat model of ninfer.
 
     Without `base_url` it uses the engine named `engine` in this process, which is loaded on first use and shared by
@@ -92,13 +88,12 @@ class ChatNInfer(BaseChatModel):
     """Whether http(s) addresses of images and videos may be fetched."""
     media_root: str | None = None
     """The folder below which images and videos may be read by path; None: no paths."""
-    streaming: bool = False
     timeout: float | None = None
     """Seconds for a whole request, queue time included; None is no limit. Loading is not counted."""
     max_retries: int = 2
     """HTTP mode: further attempts while nothing was generated and the error is one that passes."""
     http_client: Any = Field(default=None, exclude=True, repr=False)
-    """HTTP mode: your own `httpx.AsyncClient`."""
+    """HTTP mode: your own `httpx.AsyncClient`, which synchronous calls use too (alias: `http_async_client`)."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -108,8 +103,8 @@ class ChatNInfer(BaseChatModel):
         return checked_fields(values, cls.model_fields, _ALIASES)
 
     @model_validator(mode="after")
-    def _check_engine_options(self) -> ChatNInfer:
-        check_engine_options(self.model, self.engine_options)
+    def _check_target(self) -> ChatNInfer:
+        check_target(self._target())
         return self
 
     # --- what it is ---
@@ -158,7 +153,7 @@ class ChatNInfer(BaseChatModel):
         return params
 
     def _resolve_model_profile(self) -> Any:
-        return self._own_profile(offline_profile(self._target(self.model)))
+        return self._own_profile(offline_profile(self._target()))
 
     def _own_profile(self, profile: Mapping[str, Any]) -> Any:
         """The profile with what this instance allows, without keys that this version of core would warn about."""
@@ -175,9 +170,9 @@ class ChatNInfer(BaseChatModel):
 
     # --- the engine ---
 
-    def _target(self, model: str) -> Target:
+    def _target(self) -> Target:
         return Target(
-            model=model,
+            model=self.model,
             engine=self.engine,
             options=self.engine_options,
             base_url=self.base_url,
@@ -187,12 +182,7 @@ class ChatNInfer(BaseChatModel):
         )
 
     def _engine(self, model: str | None = None) -> Any:
-        target = self._target(self.model)
-        if model is None or model == self.model:
-            return connect(target)
-        if self.base_url:
-            return connect(self._target(model))
-        return check_served(connect(target), model, self.engine)
+        return connect(self._target(), model)
 
     def load(self) -> ChatNInfer:
         """Load the engine now instead of at the first request; nothing to do over HTTP. Returns itself."""
@@ -247,7 +237,7 @@ class ChatNInfer(BaseChatModel):
     ) -> ChatResult:
         with translated():
             engine, request, name = self._prepare(messages, stop, kwargs)
-            with _take_ready(request) or engine.submit(request) as handle:
+            with take_ready(request) or engine.submit(request) as handle:
                 completion = handle.result()
                 return to_result(completion, _logprobs(request, handle), name, self._mode)
 
@@ -260,7 +250,7 @@ class ChatNInfer(BaseChatModel):
     ) -> ChatResult:
         with translated():
             engine, request, name = self._prepare(messages, stop, kwargs)
-            async with await engine.asubmit(request) as handle:
+            async with gate(), await engine.asubmit(request) as handle:
                 completion = await handle.aresult()
                 return to_result(completion, _logprobs(request, handle), name, self._mode)
 
@@ -291,7 +281,7 @@ class ChatNInfer(BaseChatModel):
         with translated():
             engine, request, name = self._prepare(messages, stop, kwargs)
             maker = ChunkMaker(name, self._mode)
-            async with await engine.asubmit(request) as handle:
+            async with gate(), await engine.asubmit(request) as handle:
                 async for batch in handle.abatches():
                     for event in joined(batch):
                         chunk = maker.chunk(event)
@@ -326,84 +316,12 @@ class ChatNInfer(BaseChatModel):
         with translated():
             engine, request, name = self._prepare(messages, stop, kwargs)
             blocks = BlockEvents(_message_id(run_manager), name, self._mode)
-            async with await engine.asubmit(request) as handle:
+            async with gate(), await engine.asubmit(request) as handle:
                 yield blocks.start()
                 async for batch in handle.abatches():
                     for event in joined(batch):
                         for item in blocks.feed(event):
                             yield item
-
-    # --- many at once ---
-
-    def generate(
-        self, messages: list[list[BaseMessage]], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
-    ) -> LLMResult:
-        """Core's `generate`, with all prompts running at once instead of one after the other."""
-        ready: list[tuple[Request, Any]] = []
-        if len(messages) > 1 and self.cache is None and self.rate_limiter is None and not self.streaming:
-            ready = self._submit_all(messages, stop, kwargs)
-        token = _READY.set(ready)
-        try:
-            return super().generate(messages, stop, callbacks, **kwargs)
-        finally:
-            _READY.reset(token)
-            for _, handle in ready:
-                handle.cancel()
-
-    def _submit_all(
-        self, messages: list[list[BaseMessage]], stop: list[str] | None, options: Mapping[str, Any]
-    ) -> list[tuple[Request, Any]]:
-        """Requests that run already; one that fails to start is left to its turn, where its error belongs."""
-        from langchain_core.globals import get_llm_cache
-
-        ready: list[tuple[Request, Any]] = []
-        if get_llm_cache() is not None:
-            return ready
-        names = ("tags", "metadata", "run_name", "run_id", "ls_structured_output_format", "structured_output_format")
-        rest = {key: value for key, value in options.items() if key not in names}
-        for prompt in messages:
-            try:
-                engine, request, _ = self._prepare(prompt, stop, rest)
-                ready.append((request, engine.submit(request)))
-            except (NinferError, TypeError):
-                continue
-        return ready
-
-    def batch(
-        self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> list[AIMessage]:
-        """Core's `batch`; without `max_concurrency` as many run at once as the engine has places."""
-        wide = self._wide(config, len(inputs))
-        return super().batch(inputs, wide, return_exceptions=return_exceptions, **kwargs)
-
-    def batch_as_completed(  # type: ignore[override]
-        self,
-        inputs: Sequence[LanguageModelInput],
-        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> Iterator[tuple[int, AIMessage | Exception]]:
-        """Core's `batch_as_completed`, as wide as `batch`."""
-        wide = self._wide(config, len(inputs))
-        return super().batch_as_completed(inputs, wide, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload, no-any-return]
-
-    def _wide(self, config: Any, count: int) -> Any:
-        if not count or (isinstance(config, Sequence) and not config):
-            return config
-        with translated():
-            width = concurrency(self._engine())
-        # Core reads max_concurrency of the first configuration only.
-        first, *others = config if isinstance(config, Sequence) else [config]
-        made = ensure_config(first)
-        if made.get("max_concurrency") is None:
-            made = {**made, "max_concurrency": min(count, max(width, 1))}
-        return [cast(RunnableConfig, made), *others] if isinstance(config, Sequence) else made
 
     # --- tools and structure ---
 
@@ -483,16 +401,6 @@ class ChatNInfer(BaseChatModel):
 
 def _logprobs(request: Request, handle: Any) -> tuple[TokenLogprob, ...] | None:
     return None if request.logprobs is None else answer_logprobs(list(handle))
-
-
-def _take_ready(request: Request) -> Any:
-    """The handle of an equal request that `generate` has submitted already."""
-    ready = _READY.get() or []
-    for place, (known, handle) in enumerate(ready):
-        if known == request:
-            del ready[place]
-            return handle
-    return None
 
 
 def _message_id(run_manager: Any) -> str:

@@ -84,7 +84,9 @@ def translate(error: errors.NinferError) -> errors.NinferError:
     if isinstance(error, lc.LangChainException):
         return error
     kind = next(pair for known, pair in _PAIRS if isinstance(error, known))
-    made = kind.__new__(kind)
+    # Both families' constructors are passed over: each wants other arguments. OSError alone keeps its values elsewhere.
+    base = OSError if issubclass(kind, OSError) else Exception
+    made: errors.NinferError = base.__new__(kind)
     made.args = error.args
     made.__dict__.update(error.__dict__)
     made.code = error.code

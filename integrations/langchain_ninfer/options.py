@@ -7,7 +7,7 @@ from typing import Any
 
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 
-from ninfer_core.adapter import own_options, tool_choice_of
+from ninfer_core.adapter import format_of_envelope, own_options, tool_choice_of
 from ninfer_core.errors import InvalidRequestError, UnsupportedError
 from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool
 
@@ -35,6 +35,8 @@ FIELDS = (
 )
 """Fields of the model that a call may override by keyword."""
 CALL_ONLY = ("model", "tools", "tool_choice", "response_format", "priority", "logit_bias", "stream")
+_KEYWORDS = {"type", "properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
+_FUNCTION = {"name", "function", "input_schema", "toolSpec"}
 _ALIASES = {"model_name": "model", "stop_sequences": "stop", "max_completion_tokens": "max_tokens"}
 
 
@@ -42,9 +44,17 @@ def to_tool(value: Any, strict: bool | None = None) -> dict[str, Any]:
     """A tool of any kind that LangChain knows, as an OpenAI tool.
 
     Raises:
+        InvalidRequestError: no tool at all, or one without a name.
         UnsupportedError: a tool that a provider runs on its own servers.
     """
-    made = convert_to_openai_tool(value, strict=strict)
+    try:
+        made = convert_to_openai_tool(value, strict=strict)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidRequestError(
+            f"tools: {str(value)[:80]!r} is no tool; give a function, a tool object, a class or a schema with a name "
+            f"({type(error).__name__}: {str(error)[:200]})",
+            param="tools",
+        ) from error
     if made.get("type") != "function" or not isinstance(made.get("function"), Mapping):
         raise UnsupportedError(
             f"tools: {str(made.get('type'))[:40]!r} is a tool of a provider's own servers; give a function, a tool "
@@ -57,6 +67,8 @@ def to_tool(value: Any, strict: bool | None = None) -> dict[str, Any]:
 def _neutral_tool(value: Any) -> Tool:
     made = value if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping) else to_tool(value)
     function = made["function"]
+    if not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"tools: {str(made)[:80]!r} has no function name", param="tools")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     strict = function.get("strict") is True
     return Tool(function["name"], function.get("description") or "", parameters, strict=strict, raw=dict(made))
@@ -76,18 +88,33 @@ def response_format_of(value: Any) -> ResponseFormat | None:
             return None
         if kind == "json_object":
             schema = value.get("schema")
-            return ResponseFormat("json") if schema is None else ResponseFormat("json_schema", dict(schema))
+            return ResponseFormat("json") if schema is None else ResponseFormat("json_schema", schema)
         if kind == "json_schema":
-            inner = value.get("json_schema", value)
-            schema = inner.get("schema")
-            if not isinstance(schema, Mapping | bool):
-                raise InvalidRequestError("response_format.json_schema.schema is missing", param="response_format")
-            return ResponseFormat("json_schema", schema, strict=inner.get("strict") is not False)
+            return format_of_envelope(value)
+    return ResponseFormat("json_schema", schema_of(value))
+
+
+def is_json_schema(value: Any) -> bool:
+    """Whether it is a JSON schema, and not a function or tool in the form of some provider."""
+    return isinstance(value, Mapping) and bool(_KEYWORDS & set(value)) and not _FUNCTION & set(value)
+
+
+def schema_of(value: Any) -> dict[str, Any]:
+    """The JSON schema of any kind of schema that LangChain knows.
+
+    A JSON schema is taken as it is: core wants a title of it, and keeps nothing of one without properties.
+
+    Raises:
+        InvalidRequestError: no schema.
+    """
+    if is_json_schema(value):
+        return dict(value)
     try:
-        return ResponseFormat("json_schema", convert_to_json_schema(value))
-    except (ValueError, TypeError, KeyError) as error:
+        return convert_to_json_schema(value)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidRequestError(
-            f"response_format must be a schema or an OpenAI response_format, not {str(value)[:80]!r}: {error}",
+            f"{str(value)[:80]!r} is no schema; give a Pydantic class, a TypedDict, a JSON schema or an OpenAI "
+            f"function ({type(error).__name__}: {str(error)[:200]})",
             param="response_format",
         ) from error
 

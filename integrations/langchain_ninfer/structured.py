@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,13 @@ from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, Py
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration
 from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import ValidationError
 
 from ninfer_core.errors import InvalidRequestError
 
 from .errors import translated
+from .options import is_json_schema, schema_of, to_tool
 
 if TYPE_CHECKING:
     from .chat_models import ChatNInfer
@@ -35,12 +35,15 @@ def structured(
             raise InvalidRequestError(f"method is {method!r}; it must be one of {', '.join(METHODS)}", param="method")
         if schema is None and method != "json_mode":
             raise InvalidRequestError(f"method {method!r} needs a schema", param="schema")
+        if method == "function_calling" and is_json_schema(schema):
+            schema = _callable(schema)
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     details = {"method": method} if strict is None else {"method": method, "strict": strict}
     tracing = {"ls_structured_output_format": {"kwargs": details, "schema": schema}} if schema is not None else {}
     parser: Runnable[Any, Any]
     if method == "function_calling":
-        name = convert_to_openai_tool(schema)["function"]["name"]
+        with translated():
+            name = to_tool(schema)["function"]["name"]
         bound = model.bind_tools(
             [schema], tool_choice=name, strict=strict, parallel_tool_calls=False, **tracing, **options
         )
@@ -51,7 +54,9 @@ def structured(
         )
         parser = _demanding(inner)
     else:
-        bound = model.bind(response_format=_format(schema, strict), **tracing, **options)
+        with translated():
+            form = _format(schema, strict)
+        bound = model.bind(response_format=form, **tracing, **options)
         parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
     if not include_raw:
         return bound | parser
@@ -63,22 +68,63 @@ def structured(
 def _format(schema: Any, strict: bool | None) -> dict[str, Any]:
     if schema is None:
         return {"type": "json_object"}
-    made = convert_to_json_schema(schema)
+    made = schema_of(schema)
     inner: dict[str, Any] = {"name": str(made.get("title", "answer")), "schema": made}
     if strict is not None:
         inner["strict"] = strict
     return {"type": "json_schema", "json_schema": inner}
 
 
+def _callable(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON schema with what a tool needs: properties, and a title to be its name."""
+    if not isinstance(schema.get("properties"), Mapping):
+        raise InvalidRequestError(
+            "method 'function_calling' needs a schema with properties, since a call has named arguments; use "
+            "method='json_schema' for other values",
+            param="schema",
+        )
+    return {"title": "answer", **schema}
+
+
 def _demanding(parser: BaseOutputParser[Any]) -> Runnable[Any, Any]:
     """A tool parser that fails where the answer has no complete call, instead of returning None."""
 
-    def partial(seen: Any) -> Any:
-        return parser.parse_result([ChatGeneration(message=seen)], partial=True)
+    def run(messages: Iterator[Any]) -> Iterator[Any]:
+        growing = _Growing(parser)
+        for message in messages:
+            yield from growing.feed(message)
+        yield from growing.end()
 
-    def final(seen: Any) -> Any:
+    async def arun(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        growing = _Growing(parser)
+        async for message in messages:
+            for found in growing.feed(message):
+                yield found
+        for found in growing.end():
+            yield found
+
+    return RunnableGenerator(run, arun)
+
+
+class _Growing:
+    """The object in an answer that is still being made: each value once, and the last one whole."""
+
+    def __init__(self, parser: BaseOutputParser[Any]) -> None:
+        self._parser = parser
+        self._seen: Any = None
+        self._last: Any = None
+
+    def feed(self, message: Any) -> Iterator[Any]:
+        """Take a message or the next chunk of one."""
+        self._seen = message if self._seen is None else self._seen + message
+        if isinstance(message, AIMessageChunk):
+            yield from self._new(self._parser.parse_result([ChatGeneration(message=self._seen)], partial=True))
+
+    def end(self) -> Iterator[Any]:
+        """The answer is whole."""
+        seen = self._seen
         try:
-            found = parser.parse_result([ChatGeneration(message=seen)])
+            found = self._parser.parse_result([ChatGeneration(message=seen)])
         except ValidationError as error:
             raise OutputParserException(f"the call does not fit the schema: {error}", llm_output=seen.text) from error
         if found is None:
@@ -88,30 +134,9 @@ def _demanding(parser: BaseOutputParser[Any]) -> Runnable[Any, Any]:
                 f"include_raw=True to see it. Its text: {seen.text[:200]!r}",
                 llm_output=seen.text,
             )
-        return found
+        yield from self._new(found)
 
-    def run(messages: Iterator[Any]) -> Iterator[Any]:
-        seen, last = None, None
-        for message in messages:
-            seen = message if seen is None else seen + message
-            found = partial(seen) if isinstance(message, AIMessageChunk) else None
-            if found is not None and found != last:
-                last = found
-                yield found
-        found = final(seen)
-        if found != last:
+    def _new(self, found: Any) -> Iterator[Any]:
+        if found is not None and found != self._last:
+            self._last = found
             yield found
-
-    async def arun(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        seen, last = None, None
-        async for message in messages:
-            seen = message if seen is None else seen + message
-            found = partial(seen) if isinstance(message, AIMessageChunk) else None
-            if found is not None and found != last:
-                last = found
-                yield found
-        found = final(seen)
-        if found != last:
-            yield found
-
-    return RunnableGenerator(run, arun)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ninfer_core import Engine, get_engine
 from ninfer_core.runtime.validation import check_request
 from ninfer_core.testing import ScriptedEngine
 from ninfer_core.types import Image, Request, Video
-from tests.serving import serving
+from tests.serving import serving, wait_for
 
 
 @contextlib.contextmanager
@@ -23,6 +24,16 @@ def address(engine: Any, **settings: Any) -> Iterator[str]:
     """The address of a server over an engine; the caller closes the engine."""
     with serving(build_app(engine, ServerSettings(**settings))) as port:
         yield f"http://127.0.0.1:{port}"
+
+
+async def cancelled_amid(engine: ScriptedEngine, work: Coroutine[Any, Any, Any]) -> None:
+    """Cancel a coroutine once its request has reached the engine."""
+    before = len(engine.requests)
+    task = asyncio.ensure_future(work)
+    assert await asyncio.to_thread(wait_for, lambda: len(engine.requests) > before, 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 @pytest.fixture

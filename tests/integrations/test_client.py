@@ -40,6 +40,7 @@ from ninfer_core.types import (
     ToolCallEnd,
     ToolChoice,
 )
+from tests.integrations.conftest import cancelled_amid
 
 Serve = Callable[..., str]
 USER = (Message("user", "hi"),)
@@ -203,19 +204,18 @@ def test_cancel_frees_the_sequence_of_the_server(client_of: Any) -> None:
     assert isinstance(next(iter(handle)), TextDelta)
     handle.cancel()
     with pytest.raises(RequestCancelledError):
-        handle.result(timeout=5)
-    assert engine.wait_idle() and len(engine.cancelled) == 1
+        handle.result(timeout=60)
+    assert engine.wait_idle(60) and len(engine.cancelled) == 1
     at_once = client.submit(Request(USER))
     at_once.cancel()
-    assert at_once.wait(5)
+    assert at_once.wait(60)
 
 
 async def test_a_cancelled_task_frees_it_too(client_of: Any) -> None:
     never = threading.Event()
     engine, client = client_of(["</think>a", Wait(never)])
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(client.agenerate(Request(USER)), 0.3)
-    assert await asyncio.to_thread(engine.wait_idle) and len(engine.cancelled) == 1
+    await cancelled_amid(engine, client.agenerate(Request(USER)))
+    assert await asyncio.to_thread(engine.wait_idle, 60) and len(engine.cancelled) == 1
 
 
 def test_errors_keep_their_types_and_numbers(client_of: Any, serve: Serve) -> None:
@@ -266,7 +266,7 @@ def test_a_timeout_of_the_request(client_of: Any) -> None:
     engine, client = client_of(["</think>a", Wait(never)])
     with pytest.raises(RequestTimeoutError, match=r"0\.2"):
         client.generate(Request(USER, timeout=0.2))
-    assert engine.wait_idle()
+    assert engine.wait_idle(60)
 
 
 def test_a_closed_client_refuses(client_of: Any) -> None:
@@ -275,7 +275,7 @@ def test_a_closed_client_refuses(client_of: Any) -> None:
     handle = client.submit(Request(USER))
     client.close()
     with pytest.raises(NinferError):
-        handle.result(timeout=5)
+        handle.result(timeout=60)
     with pytest.raises(EngineClosedError):
         client.submit(Request(USER))
 
@@ -304,7 +304,7 @@ def test_many_at_once(client_of: Any) -> None:
         assert isinstance(next(iter_of(handle)), TextDelta)
     assert len(engine.requests) == 12
     gate.set()
-    assert {handle.result(5).text for handle in handles} == {"a"}
+    assert {handle.result(60).text for handle in handles} == {"a"}
 
 
 def iter_of(handle: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,54 +12,69 @@ import pytest
 from langchain_core import exceptions as lc
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_core.rate_limiters import InMemoryRateLimiter
+from langchain_core.rate_limiters import BaseRateLimiter, InMemoryRateLimiter
 from langchain_core.runnables import ConfigurableField, Runnable
 from langchain_ninfer import ChatNInfer
 
 from ninfer_core import errors
 from ninfer_core.testing import Fault, Refuse, Script, ScriptedEngine
 
-RATE = 20.0
-"""Requests per second of the limiter under test."""
-TAIL = 1.5 / RATE
-"""Its bucket is empty at first and its clock ticks: a call may come this much early."""
 
+class CountingLimiter(BaseRateLimiter):
+    """A limiter that lets everything pass and counts."""
 
-def limited(engine: ScriptedEngine, **fields: Any) -> ChatNInfer:
-    limiter = InMemoryRateLimiter(requests_per_second=RATE, check_every_n_seconds=0.002)
-    return ChatNInfer.from_engine(engine, rate_limiter=limiter, **fields)
+    def __init__(self) -> None:
+        self.passed = 0
+        self._lock = threading.Lock()
+
+    def acquire(self, *, blocking: bool = True) -> bool:
+        with self._lock:
+            self.passed += 1
+        return True
+
+    async def aacquire(self, *, blocking: bool = True) -> bool:
+        return self.acquire(blocking=blocking)
 
 
 # --- the rate limiter ---
 
 
-def test_the_limiter_spaces_every_form_of_a_call() -> None:
-    engine = ScriptedEngine("ok")
-    model = limited(engine)
+def test_every_form_of_a_call_asks_the_limiter_once() -> None:
+    engine, limiter = ScriptedEngine("ok"), CountingLimiter()
+    model = ChatNInfer.from_engine(engine, rate_limiter=limiter)
+    prompts = [[HumanMessage("hi")]] * 4
     forms: list[tuple[int, Callable[[], Any]]] = [
-        (6, lambda: [model.invoke("hi") for _ in range(6)]),
-        (6, lambda: [list(model.stream("hi")) for _ in range(6)]),
-        (6, lambda: model.batch(["hi"] * 6)),
-        (6, lambda: model.generate([[HumanMessage("hi")]] * 6)),
-        (6, lambda: asyncio.run(model.abatch(["hi"] * 6))),
-        (3, lambda: [list(model.stream_events("hi", version="v3")) for _ in range(3)]),
+        (2, lambda: [model.invoke("hi") for _ in range(2)]),
+        (2, lambda: [list(model.stream("hi")) for _ in range(2)]),
+        (4, lambda: model.batch(["hi"] * 4)),
+        (4, lambda: model.generate(prompts)),
+        (4, lambda: asyncio.run(model.agenerate(prompts))),
+        (4, lambda: asyncio.run(model.abatch(["hi"] * 4))),
+        (2, lambda: [list(model.stream_events("hi", version="v3")) for _ in range(2)]),
     ]
     for count, run in forms:
-        before, began = len(engine.requests), time.monotonic()
+        requests, passed = len(engine.requests), limiter.passed
         run()
-        assert time.monotonic() - began >= count / RATE - TAIL
-        assert len(engine.requests) - before == count
+        assert (len(engine.requests) - requests, limiter.passed - passed) == (count, count)
+
+
+def test_a_real_limiter_spaces_calls() -> None:
+    rate, count = 20.0, 4
+    limiter = InMemoryRateLimiter(requests_per_second=rate, check_every_n_seconds=0.002)
+    model = ChatNInfer.from_engine(ScriptedEngine("ok"), rate_limiter=limiter)
+    began = time.monotonic()
+    assert len(model.batch(["hi"] * count)) == count
+    # The bucket is empty at first and the limiter's clock ticks: a call may come one and a half places early.
+    assert time.monotonic() - began >= (count - 1.5) / rate
 
 
 def test_a_cached_answer_passes_the_limiter_and_a_stream_passes_the_cache() -> None:
-    engine = ScriptedEngine("ok")
-    model = limited(engine, cache=InMemoryCache())
-    model.invoke("hi")
-    began = time.monotonic()
-    assert [model.invoke("hi").content for _ in range(200)] == ["ok"] * 200
-    assert time.monotonic() - began < 200 / RATE / 2 and len(engine.requests) == 1
+    engine, limiter = ScriptedEngine("ok"), CountingLimiter()
+    model = ChatNInfer.from_engine(engine, rate_limiter=limiter, cache=InMemoryCache())
+    assert [model.invoke("hi").content for _ in range(5)] == ["ok"] * 5
+    assert len(engine.requests) == limiter.passed == 1
     list(model.stream("hi"))
-    assert len(engine.requests) == 2
+    assert len(engine.requests) == limiter.passed == 2
 
 
 # --- retries ---

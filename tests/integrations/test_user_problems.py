@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from pydantic import BaseModel, Field
 from ninfer_core.errors import ContextOverflowError, MediaError, RequestTimeoutError
 from ninfer_core.testing import Delay, Reply, Script, ScriptedEngine, Tokens, Wait
 from ninfer_core.types import Image, Request, ToolCall
+from tests.serving import wait_for
 
 ASK = "What is 15 * 23?"
 CHAT = [ChatMessage(role="user", content=ASK)]
@@ -222,9 +222,12 @@ async def test_10_timeouts_count_loading_or_come_by_default(mode: str, models: M
     assert isinstance(told.value, RequestTimeoutError)
     with pytest.raises(RequestTimeoutError):
         await llm.achat(CHAT, timeout=0.1)
-    threading.Timer(0.5, gate.set).start()
-    assert (await chat.ainvoke(ASK)).content == "late"
-    assert await asyncio.to_thread(engine.wait_idle)
+    before = len(engine.requests)
+    late = asyncio.ensure_future(chat.ainvoke(ASK))
+    assert await asyncio.to_thread(wait_for, lambda: len(engine.requests) > before, 60)
+    gate.set()
+    assert (await late).content == "late"
+    assert await asyncio.to_thread(engine.wait_idle, 60)
 
 
 @BOTH
@@ -247,12 +250,10 @@ async def test_11_concurrent_calls_crash_or_wait_for_each_other(mode: str, model
     loop = asyncio.get_running_loop()
     calls: list[Any] = [loop.run_in_executor(threads, one, i) for i in range(16)]
     running = asyncio.gather(*calls, *(chat.ainvoke(f"a{i}") for i in range(8)))
-    end = time.monotonic() + 20
-    while len(engine.requests) < 24:
-        assert time.monotonic() < end, "the calls do not run at once"
-        await asyncio.sleep(0.01)
+    here = await asyncio.to_thread(wait_for, lambda: len(engine.requests) == 24, 60)
+    assert here, "the calls do not run at once"
     all_here.set()
-    made = await asyncio.wait_for(running, 20)
+    made = await asyncio.wait_for(running, 60)
     assert made[:16] == [f"m{i}" for i in range(16)] and [m.content for m in made[16:]] == [f"a{i}" for i in range(8)]
     threads.shutdown()
     assert [m.content for m in chat.batch([f"b{i}" for i in range(40)])] == [f"b{i}" for i in range(40)]

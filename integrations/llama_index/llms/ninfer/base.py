@@ -29,7 +29,7 @@ from llama_index.core.program.utils import process_streaming_objects
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.ninfer.messages import to_messages
-from llama_index.llms.ninfer.options import ALIASES, CALL_ONLY, FIELDS, build_request
+from llama_index.llms.ninfer.options import ALIASES, CALL_ONLY, FIELDS, build_request, tool_body
 from llama_index.llms.ninfer.responses import ResponseMaker, chat_response, completion_response
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
@@ -37,8 +37,7 @@ from ninfer_core.adapter import (
     MediaPolicy,
     Target,
     answer_logprobs,
-    check_engine_options,
-    check_served,
+    check_target,
     checked_fields,
     connect,
     joined,
@@ -83,7 +82,9 @@ class NInfer(FunctionCallingLLM):
     api_key: str | None = Field(
         default_factory=lambda: os.environ.get("NINFER_API_KEY"), exclude=True, repr=False, description="Server key."
     )
-    context_window: int | None = Field(default=None, description="None is the engine's; a smaller one may be given.")
+    context_window: int | None = Field(
+        default=None, gt=0, description="None is the engine's; a smaller one may be given."
+    )
     max_tokens: int | None = Field(default=None, description="Tokens of the answer, thinking included.")
     temperature: float | None = None
     top_p: float | None = None
@@ -115,7 +116,7 @@ class NInfer(FunctionCallingLLM):
 
     @model_validator(mode="after")
     def _check_options(self) -> NInfer:
-        check_engine_options(self.model, self.engine_options)
+        check_target(self._target())
         own_options(self.additional_kwargs, (*FIELDS, *CALL_ONLY), ALIASES)
         return self
 
@@ -135,7 +136,7 @@ class NInfer(FunctionCallingLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """Limits and abilities; costs nothing."""
-        window = known_context(self._target(self.model)) or DEFAULT_WINDOW
+        window = known_context(self._target()) or DEFAULT_WINDOW
         return LLMMetadata(
             context_window=min(window, self.context_window or window),
             num_output=self.max_tokens or -1,
@@ -146,9 +147,9 @@ class NInfer(FunctionCallingLLM):
 
     # --- the engine ---
 
-    def _target(self, model: str) -> Target:
+    def _target(self) -> Target:
         return Target(
-            model=model,
+            model=self.model,
             engine=self.engine,
             options=self.engine_options,
             base_url=self.base_url,
@@ -158,11 +159,7 @@ class NInfer(FunctionCallingLLM):
         )
 
     def _engine(self, model: str | None = None) -> Any:
-        if model is None or model == self.model:
-            return connect(self._target(self.model))
-        if self.base_url:
-            return connect(self._target(model))
-        return check_served(connect(self._target(self.model)), model, self.engine)
+        return connect(self._target(), model)
 
     def load(self) -> NInfer:
         """Load the engine now (over HTTP: ask the server for its limits). Returns itself."""
@@ -194,8 +191,7 @@ class NInfer(FunctionCallingLLM):
 
     def count_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt that these messages and tools become: what `raw["usage"]` will say."""
-        specs = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools or ()]
-        return int(self._engine().count_tokens(self._request(messages, None, {"tools": specs})))
+        return int(self._engine().count_tokens(self._request(messages, None, {"tools": list(tools or ())})))
 
     def _request(self, messages: Sequence[ChatMessage], prompt: str | None, options: Mapping[str, Any]) -> Request:
         own: dict[str, Any] = {name: getattr(self, name) for name in FIELDS}
@@ -335,7 +331,7 @@ class NInfer(FunctionCallingLLM):
         tool_choice: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        specs = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+        specs = [tool_body(tool) for tool in tools]
         names = [spec["function"]["name"] for spec in specs]
         if tool_choice is None and tool_required:
             tool_choice = "required"

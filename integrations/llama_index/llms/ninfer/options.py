@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llama_index.core.tools.types import BaseTool
 from pydantic import BaseModel
 
-from ninfer_core.adapter import tool_choice_of
+from ninfer_core.adapter import format_of_envelope, tool_choice_of
 from ninfer_core.errors import InvalidRequestError
 from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool
 
@@ -58,8 +59,7 @@ def response_format_of(value: Any) -> ResponseFormat | None:
         if kind == "json_object" and "properties" not in value:
             return ResponseFormat("json")
         if kind == "json_schema":
-            inner = value.get("json_schema", value)
-            return ResponseFormat("json_schema", inner.get("schema"), strict=inner.get("strict") is not False)
+            return format_of_envelope(value)
         return ResponseFormat("json_schema", dict(value))
     raise InvalidRequestError(
         f"response_format must be a Pydantic class, a JSON schema or an OpenAI response_format, not {value!r}",
@@ -70,7 +70,7 @@ def response_format_of(value: Any) -> ResponseFormat | None:
 def build_request(messages: Sequence[Message], prompt: str | None, options: Mapping[str, Any]) -> Request:
     """A request from messages (or a raw prompt) and complete options."""
     tools = tuple(_tool(spec) for spec in options.get("tools") or ())
-    stop = options.get("stop") or ()
+    stop, logprobs = options.get("stop") or (), options.get("logprobs")
     return Request(
         messages=tuple(messages),
         prompt=prompt,
@@ -86,15 +86,30 @@ def build_request(messages: Sequence[Message], prompt: str | None, options: Mapp
         thinking=options.get("thinking") if prompt is None else None,
         thinking_budget=options.get("thinking_budget") if prompt is None else None,
         preserve_thinking=options.get("preserve_thinking"),
-        logprobs=options.get("logprobs"),
+        logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
         priority=options.get("priority") or 0,
         timeout=options.get("timeout"),
     )
 
 
-def _tool(spec: Mapping[str, Any]) -> Tool:
-    function = spec.get("function")
-    if not isinstance(function, Mapping) or not function.get("name"):
-        raise InvalidRequestError("tools must be OpenAI function tools with a name", param="tools")
+def tool_body(tool: Any) -> Mapping[str, Any]:
+    """A tool object of LlamaIndex as an OpenAI tool; one in that form already stays as it is.
+
+    Raises:
+        InvalidRequestError: neither of these, or a tool without a name.
+    """
+    spec = tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool
+    function = spec.get("function") if isinstance(spec, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(
+            f"tools: {str(tool)[:80]!r} is no tool; give a tool object of LlamaIndex or an OpenAI function with a name",
+            param="tools",
+        )
+    return spec  # type: ignore[no-any-return]
+
+
+def _tool(tool: Any) -> Tool:
+    spec = tool_body(tool)
+    function = spec["function"]
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return Tool(function["name"], function.get("description") or "", parameters, raw=dict(spec))
