@@ -232,7 +232,7 @@ def describe(name: str, environ: Mapping[str, str] | None = None) -> ModelEntry:
     wanted = canonical(name)
     entries = survey(environ)
     named = [entry for entry in entries if entry.name == wanted]
-    named += [entry for entry in entries if entry.repository.casefold() == wanted and not entry.alias_of]
+    named += [entry for entry in entries if wanted and entry.repository.casefold() == wanted and not entry.alias_of]
     for entry in named:
         if not entry.problem:
             return entry

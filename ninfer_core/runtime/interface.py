@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypedDict, Unpack, cast
 
+from .. import store
 from ..errors import InvalidRequestError
 from ..types import (
     Completion,
@@ -152,6 +153,11 @@ def make_request(messages: Prompt | None = None, **options: Unpack[RequestOption
     return Request(turns, **flat)
 
 
+OUTPUT_LIMIT = 65536
+"""Tokens of an answer that the public data set states for the models; an engine goes on to the end of its context."""
+RELEASED = {"qwen3.6:27b": "2026-04-22", "qwen3.6:35b-a3b": "2026-04-17"}
+
+
 def model_profile(name: str, context_length: int | None, *, vision: bool = False) -> dict[str, Any]:
     """What a model can do, with the keys of the public model-profile data set; limits only where they are known."""
     profile: dict[str, Any] = {
@@ -160,6 +166,7 @@ def model_profile(name: str, context_length: int | None, *, vision: bool = False
         "image_inputs": vision,
         "image_url_inputs": False,
         "image_tool_message": vision,
+        "attachment": vision,
         "pdf_inputs": False,
         "audio_inputs": False,
         "video_inputs": False,
@@ -175,8 +182,10 @@ def model_profile(name: str, context_length: int | None, *, vision: bool = False
         "temperature": True,
         "open_weights": True,
     }
+    if released := RELEASED.get(store.canonical(name)):
+        profile |= {"release_date": released, "last_updated": released}
     if context_length is not None:
-        profile |= {"max_input_tokens": context_length, "max_output_tokens": context_length}
+        profile |= {"max_input_tokens": context_length, "max_output_tokens": min(context_length, OUTPUT_LIMIT)}
     return profile
 
 

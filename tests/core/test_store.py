@@ -170,6 +170,8 @@ def test_hidden_and_temporary_names_are_no_candidates(env: dict[str, str]) -> No
 
 def test_unknown_names_say_what_is_installed_and_what_is_near(env: dict[str, str]) -> None:
     write_folder(models(env) / "my-assistant")
+    with pytest.raises(ModelNotFoundError):
+        store.resolve("", env)
     with pytest.raises(ModelNotFoundError, match=r"did you mean my-assistant;") as caught:
         store.resolve("my-asistant", env)
     assert "installed: " in caught.value.message and "\n" not in caught.value.message
