@@ -33,8 +33,9 @@ Some **bold** text, `code`, a [link](https://example.org/x) and [another](javasc
 print("<b>not bold</b>")
 ```
 
+A table:
 | a | b |
-|---|---|
+|---|--:|
 | 1 | 2 |
 
 <img src=x onerror="document.title='owned'">"""
@@ -136,6 +137,7 @@ def test_an_answer_streams_in_with_its_thought_folded(opened: Any) -> None:
     answer = page.locator(".answer")
     assert answer.locator("h1").text_content() == "Title" and answer.locator("strong").text_content() == "bold"
     assert answer.locator("ul ul li").text_content() == "inner" and answer.locator("td").count() == 2
+    assert answer.locator("td").last.evaluate("cell => cell.style.textAlign") == "right"
     assert answer.locator("pre code").text_content() == 'print("<b>not bold</b>")'
     assert [a.get_attribute("href") for a in answer.locator("a").all()] == ["https://example.org/x"]
     assert answer.locator("img").count() == 0 and page.title() == "ninfer"

@@ -45,8 +45,14 @@ function cells(line) {
 }
 
 function table(lines) {
-  const head = element("tr", ...cells(lines[0]).map((cell) => element("th", ...inline(cell))));
-  const rows = lines.slice(2).map((line) => element("tr", ...cells(line).map((cell) => element("td", ...inline(cell)))));
+  const sides = cells(lines[1]).map((rule) => (rule.endsWith(":") ? (rule.startsWith(":") ? "center" : "right") : ""));
+  const row = (line, kind) => {
+    const made = cells(line).map((cell) => element(kind, ...inline(cell)));
+    made.forEach((cell, i) => { cell.style.textAlign = sides[i] ?? ""; });
+    return element("tr", ...made);
+  };
+  const head = row(lines[0], "th");
+  const rows = lines.slice(2).map((line) => row(line, "td"));
   return element("table", element("thead", head), element("tbody", ...rows));
 }
 
@@ -70,6 +76,10 @@ function takeWhile(lines, start, test) {
   let end = start;
   while (end < lines.length && test(lines[end], end)) end++;
   return end;
+}
+
+function startsTable(lines, i) {
+  return lines[i].includes("|") && TABLE.test(lines[i + 1] ?? "");
 }
 
 function startsBlock(line) {
@@ -110,12 +120,12 @@ export function markdown(text) {
         else items[items.length - 1].text += " " + lines[i].trim();
       }
       nodes.push(list(items));
-    } else if (line.includes("|") && TABLE.test(lines[i + 1] ?? "")) {
+    } else if (startsTable(lines, i)) {
       const end = takeWhile(lines, i, (other) => other.includes("|"));
       nodes.push(table(lines.slice(i, end)));
       i = end;
     } else {
-      const end = takeWhile(lines, i + 1, (other) => !startsBlock(other));
+      const end = takeWhile(lines, i + 1, (other, at) => !startsBlock(other) && !startsTable(lines, at));
       nodes.push(element("p", ...inline(lines.slice(i, end).join("\n"))));
       i = end;
     }
