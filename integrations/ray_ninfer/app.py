@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Mapping
@@ -23,11 +22,10 @@ from starlette.types import Receive, Scope, Send
 from ninfer_core.errors import AuthenticationError, EngineError, ServerUnreachableError
 
 from .deployments import ServedFront, ServedReplica
-from .plan import Plan
+from .plan import Plan, check_address
 from .router import ConversationRouter
 
 NAME = "ninfer"
-_ANSWERS = 10.0
 
 
 class _Gate:
@@ -144,16 +142,7 @@ def connect(environ: Mapping[str, str]) -> None:
     """
     address = environ.get("RAY_ADDRESS", "")
     where = f"the Ray cluster of RAY_ADDRESS={address}" if address else "a Ray cluster of this machine"
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdecimal():
-        # Ray itself tries for minutes, and then ends the process.
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
-        except (OSError, OverflowError) as error:
-            raise ServerUnreachableError(
-                f"{where} does not answer ({error}): start it with `ray start --head`, correct RAY_ADDRESS, "
-                "or unset it to use a cluster of this machine"
-            ) from error
+    check_address(address)
     try:
         ray.init(namespace="serve", log_to_driver=False, configure_logging=False)
     except RayAuthenticationError as error:

@@ -11,7 +11,7 @@ from ninfer_cli.server.settings import ServerSettings
 from ray import serve
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.util.metrics import Gauge
+from ray.serve.metrics import Gauge
 
 from ninfer_core import store
 from ninfer_core.engine import Engine

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ninfer_cli.server.settings import ServerSettings
 
-from ninfer_core.errors import InvalidRequestError
+from ninfer_core.errors import InvalidRequestError, ServerUnreachableError
+
+_ANSWERS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +88,23 @@ def _check_names(where: str, given: Mapping[str, Any], of: type) -> None:
     known = {item.name for item in fields(of)}
     if unknown := sorted(set(given) - known):
         raise InvalidRequestError(f"{where} has {', '.join(unknown)}; it knows {', '.join(sorted(known))}", param=where)
+
+
+def check_address(address: str) -> None:
+    """See whether something listens at the `host:port` of a RAY_ADDRESS; other forms are Ray's to judge.
+
+    Ray itself tries for minutes, and then ends the process.
+
+    Raises:
+        ServerUnreachableError: nothing does.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
+    except (OSError, OverflowError) as error:
+        raise ServerUnreachableError(
+            f"the Ray cluster of RAY_ADDRESS={address} does not answer ({error}): start it with `ray start --head`, "
+            "correct RAY_ADDRESS, or unset it to use a cluster of this machine"
+        ) from error

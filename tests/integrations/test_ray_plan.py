@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import socket
 from pathlib import Path
 
 import pytest
 import yaml
 from ninfer_cli.server.settings import ServerSettings
-from ray_ninfer.plan import Plan
+from ray_ninfer.plan import Plan, check_address
 
 from ninfer_core import Engine
 from ninfer_core.engine import engine_options
-from ninfer_core.errors import InvalidRequestError
+from ninfer_core.errors import InvalidRequestError, ServerUnreachableError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,3 +62,21 @@ def test_the_example_config_is_one_that_loads() -> None:
     with Engine(engine_options(plan.model, plan.options)) as engine:  # the options are an engine's
         assert engine.health()["status"] == "ok"
     assert set(config["http_options"]) == {"host", "port"}
+
+
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_an_address_where_nobody_listens_is_said_at_once(form: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # bound, so that nobody else takes it, but it does not listen
+        address = form.format(listener.getsockname()[1])
+        with pytest.raises(ServerUnreachableError) as raised:
+            check_address(address)
+        assert f"RAY_ADDRESS={address} does not answer" in str(raised.value)
+        assert "ray start --head" in str(raised.value)
+        listener.listen()
+        check_address(address)
+
+
+@pytest.mark.parametrize("address", ["", "auto", "local", "nonsense"])
+def test_other_addresses_are_rays_to_judge(address: str) -> None:
+    check_address(address)
