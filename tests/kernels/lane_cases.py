@@ -80,7 +80,7 @@ def draw(kind):
 
 
 def accept():
-    """Four rows of seven sequences: none, some, all drafts; a stop; a limit; a sick row; an ended one."""
+    """Four rows a sequence: none, some, all drafts; a stop; a limit; a sick row that counts, one that does not; an end."""
     drafts = [11, 12, 13]
     cases = [  # remaining, stops, drawn, sick rows, emitted, what is left
         (50, (), [9, 8, 7, 6], (), [9], 49),
@@ -89,25 +89,28 @@ def accept():
         (50, (12, 77), [11, 12, 13, 6], (), [11, 12], 0),
         (3, (), [11, 12, 13, 6], (), [11, 12, 13], 0),
         (50, (), [11, 7, 13, 6], (1,), [11, 7], 0),
+        (50, (), [11, 7, 13, 6], (2, 3), [11, 7], 48),
         (0, (), [11, 12, 13, 6], (), [], 0),
     ]
     starts = [Start(5, 100 + i, 2, 7, c[0], LAWS[0], drafts, c[1]) for i, c in enumerate(cases)]
     lanes, _, slots = lanes_of(starts)
     drawn = torch.tensor([c[2] for c in cases], dtype=torch.int32).flatten()
     bad = torch.tensor([[int(r in c[3]) for r in range(4)] for c in cases], dtype=torch.int32).flatten()
-    results, follow, last = i32(7, RESULT_WIDTH), i32(28), i32(7)
-    chain = i32(MOST_DRAFTS, 7)
+    count = len(cases)
+    results, follow, last = i32(count, RESULT_WIDTH), i32(4 * count), i32(count)
+    chain = i32(MOST_DRAFTS, count)
     lanes_decode.accept(lanes, slots, drawn, bad, results, follow, last, chain)
     for i, (remaining, _, _, sick, emitted, left) in enumerate(cases):
         row, lane = results[i].tolist(), lanes[i + 1].tolist()
-        assert row[:2] == [len(emitted), int(bool(sick))] and row[2 : 2 + row[0]] == emitted, row
+        faulty = any(r < len(emitted) for r in sick)
+        assert row[:2] == [len(emitted), int(faulty)] and row[2 : 2 + row[0]] == emitted, row
         assert follow[4 * i : 4 * i + len(emitted)].tolist() == emitted
         assert last[i] == max(len(emitted) - 1, 0)
         assert chain[:, i].tolist() == [100 + i + len(emitted) + k for k in range(MOST_DRAFTS)]
         assert lane[LANE.length] == 100 + i + len(emitted) and lane[LANE.commit] == len(emitted)
         assert lane[LANE.anchor] == (emitted[-1] if emitted else 5)
         assert lane[LANE.index] == 7 + len(emitted) and lane[LANE.remaining] == left and lane[LANE.rounds] == 1
-    lanes[1:8, LANE.remaining] = 50
+    lanes[1 : count + 1, LANE.remaining] = 50
     pattern = torch.zeros(64, dtype=torch.int32)
     pattern[1] = 2
     lanes_decode.accept(lanes, slots, drawn, bad * 0, results, follow, last, chain, pattern)
