@@ -59,25 +59,33 @@ def multiply(a0, a1, a2, a3, b0, b1, X: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """With dependent launch: wait for the kernel before, then let the kernel after start loading its weights."""
-    if PDL:
+    """With dependent launch: wait for the kernel before, and let the kernel after start loading its weights.
+
+    PDL 1: first wait, so that what the kernel after reads early is complete if it is two launches old. PDL 2: first let
+    it start; allowed where the kernel after reads nothing early but weights and what rounds before have left.
+    """
+    if PDL == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    elif PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 # Loads and stores of lane-form tensors [X, 32] go through inline PTX: what the compiler loads itself takes the layout
 # that suits the load, and comes back to lane form through shared memory.
-WEIGHT1 = tl.constexpr("ld.global.nc.L1::no_allocate.b32 $0, [$1];")
-WEIGHT2 = tl.constexpr("ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2];")
-WEIGHT4 = tl.constexpr("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];")
+WEIGHT1 = tl.constexpr("ld.global.L1::no_allocate.b32 $0, [$1];")
+WEIGHT2 = tl.constexpr("ld.global.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2];")
+WEIGHT4 = tl.constexpr("ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];")
 FRESH1 = tl.constexpr("ld.global.b32 $0, [$1];")
 FRESH2 = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$2];")
 FRESH4 = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
 EARLY1 = tl.constexpr("ld.global.cg.b32 $0, [$1];")
 EARLY2 = tl.constexpr("ld.global.cg.v2.b32 {$0, $1}, [$2];")
 EARLY4 = tl.constexpr("ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];")
-"""WEIGHT: what no kernel writes. FRESH: results of the kernel in front. EARLY: older results, asked for before the
-wait, when the first-level cache may still hold what stood there before."""
+"""WEIGHT: what no kernel writes; not `.nc`, since the assembler moves such loads behind the wait for the kernel in
+front, and they are there to come before it. FRESH: results of the kernel in front. EARLY: older results, asked for
+before the wait, when the first-level cache may still hold what stood there before."""
 
 
 @triton.jit

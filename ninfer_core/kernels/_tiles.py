@@ -57,33 +57,91 @@ def window(rows: int) -> int:
     return next(n for n in (1, 2, 4, 8) if n >= min(rows, 8))
 
 
+class Family(NamedTuple):
+    """What is fixed for a kind of card. Tiles name the most steps and warps; a matrix's K may allow fewer.
+
+    `expert_registers`, `registers`: bounds for the routed experts, and for projections of at most eight rows, whose
+    programs then all fit at once. `early`: see `_dequant.wait_for_inputs`. `measured`: on what, or how else chosen.
+    """
+
+    measured: str
+    projection: Tile = Tile(2, 8, 4)
+    residual: Tile = Tile(2, 16, 8)
+    router: Tile = Tile(1, 16, 4)
+    experts: Tile = Tile(2, 4, 8)
+    mlp: Tile = Tile(4, 2, 8)
+    attention_rows: int = 2
+    attention_ahead: bool = False
+    expert_registers: int | None = 128
+    registers: int | None = 128
+    early: bool = False
+
+
+ESTIMATED = "nothing of this kind: as on one H200, with fewer bytes under way for its lower bandwidth a multiprocessor"
+FAMILIES = {
+    80: Family("nothing of this kind: as on one H200"),
+    86: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
+    89: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
+    90: Family("one H200, but for the bound on projections"),
+    100: Family("nothing of this kind: as on one H200"),
+    120: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
+}
+"""By compute capability: A100, 30xx, 40xx, H100 and H200, B200, 50xx. A card between takes what stands below it."""
+
+
+def family(tensor: torch.Tensor) -> Family:
+    """Of the card a tensor lies on; the interpreter takes that of the H200."""
+    if not tensor.is_cuda:
+        return FAMILIES[90]
+    major, minor = _capability(tensor.device.index or 0)
+    return FAMILIES[max(n for n in FAMILIES if n <= max(80, 10 * major + minor))]
+
+
 def projection(matrix: KernelMatrix, residual: bool = False) -> Tile:
     """Tile of one dense projection (`residual`: 32 rows, the group of the epilogue)."""
     multiple = 4 if matrix.format == "W8" else 2
-    units = matrix.groups
+    units, most = matrix.groups, family(matrix.words)
     if residual:
-        count = warps(units // multiple, 8)
-        return Tile(2, steps(units, count, 16, multiple), count)
-    count = warps(units, 4)
-    tiles = 2 if matrix.rows % 32 == 0 else 1
-    return Tile(tiles, steps(units, count, 8), count)
+        count = warps(units // multiple, most.residual.warps)
+        return Tile(2, steps(units, count, most.residual.steps, multiple), count)
+    count = warps(units, most.projection.warps)
+    tiles = most.projection.tiles if matrix.rows % (16 * most.projection.tiles) == 0 else 1
+    return Tile(tiles, steps(units, count, most.projection.steps), count)
+
+
+def projection_registers(matrix: KernelMatrix, tile: Tile, blocks: int) -> int | None:
+    """Bound on the registers of a projection; with several blocks of rows or a loop over K it needs them all."""
+    short = matrix.groups <= 2 * tile.warps * tile.steps
+    return family(matrix.words).registers if short and blocks == 1 and tile.warps <= 4 else None
 
 
 def router(matrix: KernelMatrix) -> Tile:
     """Tile of the shared expert's gate/up, which shares a launch with the router."""
-    count = warps(matrix.groups, 4)
-    return Tile(1, steps(matrix.groups, count, 16), count)
+    most = family(matrix.words).router
+    count = warps(matrix.groups, most.warps)
+    return Tile(most.tiles, steps(matrix.groups, count, most.steps), count)
 
 
 def experts(matrix: KernelMatrix) -> Tile:
     """Tile of the routed gate/up: 32 gate and 32 up rows."""
-    count = warps(matrix.groups, 8)
-    return Tile(2, steps(matrix.groups, count, 4), count)
+    most = family(matrix.words).experts
+    count = warps(matrix.groups, most.warps)
+    return Tile(2, steps(matrix.groups, count, most.steps), count)
 
 
-def attention(int8: bool) -> Attention:
-    """Two rows read a page once; with bf16 pages the registers hold one."""
-    return Attention(2 if int8 else 1, False)
+def mlp(matrix: KernelMatrix) -> Tile:
+    """Tile of the dense gate/up: 32 gate and 32 up rows."""
+    most = family(matrix.words).mlp
+    count = warps(matrix.groups, most.warps)
+    return Tile(4, steps(matrix.groups, count, most.steps), count)
+
+
+def attention(codes: torch.Tensor) -> Attention:
+    """How attention programs take rows and pages; with bf16 pages the registers hold one row and no keys ahead."""
+    if codes.dtype != torch.int8:
+        return Attention(1, False)
+    most = family(codes)
+    return Attention(most.attention_rows, most.attention_ahead)
 
 
 def most_splits(device: torch.device, kv_heads: int) -> int:
@@ -105,18 +163,20 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def launch(tensor: torch.Tensor, warps: int, registers: int | None = None) -> dict[str, Any]:
+def launch(tensor: torch.Tensor, warps: int, registers: int | None = None, *, leads: bool = False) -> dict[str, Any]:
     """Launch options for the device of `tensor`; the interpreter (CPU tensors) takes the plain-Triton branches.
 
-    `registers` bounds those of a thread, so that programs of the next launch find room beside these.
+    `registers` bounds those of a thread, so that programs of the next launch find room beside these. `leads`: whatever
+    kernel comes next reads nothing early that a kernel in front of this one writes; see `_dequant.wait_for_inputs`.
     Fusion of products and sums is off: where a kernel wants it, it says so, and a row's bits cannot depend on what the
     compiler found around it.
     """
     if not tensor.is_cuda:
-        return {"PTX": False, "PDL": False}
+        return {"PTX": False, "PDL": 0}
     dependent = _capability(tensor.device.index or 0) >= (9, 0)
-    options: dict[str, Any] = {"PTX": True, "PDL": dependent, "num_warps": warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"PTX": True, "PDL": 0, "num_warps": warps, "enable_fp_fusion": False}
     if dependent:
+        options["PDL"] = 2 if leads and family(tensor).early else 1
         options["launch_pdl"] = True
     if registers is not None:
         options["maxnreg"] = registers

@@ -400,7 +400,7 @@ def attention(
     if heads // kv_heads > 8:
         raise ValueError(f"{heads // kv_heads} query heads share a KV head; a program takes at most 8")
     int8 = scales is not None
-    tile = tile or _tiles.attention(int8)
+    tile = tile or _tiles.attention(codes)
     block = min(rows, tile.rows)
     words = codes.view(torch.int32)
     attention_split_kernel[(splits, kv_heads, batch * triton.cdiv(rows, block))](

@@ -116,7 +116,8 @@ def head(
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits if logits is not None else a.s,
         candidates.value, candidates.row, rows, addressable, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], LOGITS=logits is not None,
-        FMT=matrix.code, S=tile.steps, X=tile.warps, NB=blocks, **_tiles.launch(a.q, tile.warps),
+        FMT=matrix.code, S=tile.steps, X=tile.warps, NB=blocks,
+        **_tiles.launch(a.q, tile.warps, leads=True),
     )  # fmt: skip
 
 

@@ -402,7 +402,8 @@ def project(
         side_out if side_out is not None else a.s, rows, extra, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
         ROWNORM=norm == "row", SIDE=side is not None, FMT=matrix.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
-        NB=blocks, R=_tiles.window(rows), **_tiles.launch(out, tile.warps),
+        NB=blocks, R=_tiles.window(rows),
+        **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, blocks), leads=True),
     )  # fmt: skip
     return out
 
@@ -431,5 +432,5 @@ def project_residual(
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, x, next_norm, x_out, u_out,
         a_out.q.view(torch.int8), a_out.s, a_out.ss, rows, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
-        S=tile.steps, X=tile.warps, NB=blocks, **_tiles.launch(x, tile.warps),
+        S=tile.steps, X=tile.warps, NB=blocks, **_tiles.launch(x, tile.warps, leads=True),
     )  # fmt: skip

@@ -70,9 +70,7 @@ def gate_up(
     `matrix` [2 * inner, K] has its rows in the order of `interleave_gate_up`.
     """
     inner = matrix.rows // 2
-    if tile is None:
-        warps = _tiles.warps(matrix.groups, 8)
-        tile = _tiles.Tile(4, _tiles.steps(matrix.groups, warps, 2), warps)
+    tile = tile or _tiles.mlp(matrix)
     blocks = _tiles.blocks(rows)
     gate_up_kernel[(inner // 32, triton.cdiv(rows, 8 * blocks))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out.q.view(torch.int8), out.s, rows, eps,

@@ -338,7 +338,7 @@ def route_and_shared(
         side_words(router), logits, rows, router.shape[0], eps,
         N=shared_gate_up.rows, U=shared_gate_up.groups, K=shared_gate_up.columns, PARTS=a.ss.shape[1], HEADS=False,
         ROWNORM=True, SIDE=True, FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps, NB=blocks,
-        R=_tiles.window(rows), **_tiles.launch(logits, tile.warps),
+        R=_tiles.window(rows), **_tiles.launch(logits, tile.warps, leads=True),
     )  # fmt: skip
 
 
@@ -417,7 +417,8 @@ def expert_gate_up(
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, h.q.view(torch.int8), h.s, ids,
         weights, h.pairs, h.counts, rows, eps,
         E=experts, TOPK=top_k, INTER=inner, K=matrix.columns, U=matrix.groups, PARTS=a.ss.shape[1], FMT=matrix.code,
-        R=1 if rows == 1 else 8, S=tile.steps, X=tile.warps, GROUPED=grouped, **_tiles.launch(logits, tile.warps, 128),
+        R=1 if rows == 1 else 8, S=tile.steps, X=tile.warps, GROUPED=grouped,
+        **_tiles.launch(logits, tile.warps, _tiles.family(logits).expert_registers),
     )  # fmt: skip
 
 
@@ -458,5 +459,6 @@ def expert_down(
         matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, ids, weights, logits,
         h.y, x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,
         E=experts, TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, X=top_k,
-        GROUPED=grouped, **_tiles.launch(x, top_k, 128 if rows > 1 else None),
+        GROUPED=grouped,
+        **_tiles.launch(x, top_k, _tiles.family(x).expert_registers if rows > 1 else None, leads=True),
     )  # fmt: skip

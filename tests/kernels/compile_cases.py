@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -42,7 +44,14 @@ TYPES = {
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
 
 
-def build(kernel, capability: int, warps: int, types: dict[str, str] | None = None, **constants):
+def build(
+    kernel,
+    capability: int,
+    warps: int,
+    types: dict[str, str] | None = None,
+    registers: int | None = None,
+    **constants,
+):
     """Compile `kernel` with these constexpr values; all pointers aligned to 16 bytes."""
     dependent = capability >= 90
     constants = {"PTX": True, "PDL": dependent} | constants
@@ -50,6 +59,8 @@ def build(kernel, capability: int, warps: int, types: dict[str, str] | None = No
     signature = {name: "constexpr" if name in constants else (types or {}).get(name) or TYPE_OF[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     options = {"num_warps": warps, "enable_fp_fusion": False}
+    if registers is not None:
+        options["maxnreg"] = registers
     if dependent:
         options["launch_pdl"] = True
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -61,6 +72,18 @@ def lane_layouts(built) -> list[str]:
     text = built.asm["ttgir"]
     names = set(re.findall(r"mma\.sync.*?tensor<\d+x32xi32, (#\w+)>", text))
     return sorted(re.search(rf"^{name} = (.*)$", text, re.MULTILINE).group(1) for name in names)
+
+
+def loads_before_the_wait(built) -> int:
+    """Global loads that the assembler left in front of the first wait for the kernel before."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    assert "ACQBULK" in text, "no wait in the kernel"
+    return text.split("ACQBULK")[0].count("LDG")
 
 
 def linear(fmt: int, n: int, k: int, tiles: int, steps: int, warps: int, side: bool = False, blocks: int = 1):
@@ -85,6 +108,8 @@ ATTENTION = dict.fromkeys(("projected", "q_gain", "k_gain", "codes", "scales"), 
     "code_bytes": "*i8", "scale_halves": "*fp16",
 }  # fmt: skip
 BF16_PAGES = ATTENTION | {"code_bytes": "*fp32", "scale_halves": "*i32"}
+ASK_EARLY = ("gdn in", "gdn out", "head", "dense gate/up", "experts down 5", "gdn R=1")
+"""Kernels whose weights or state are asked for before the kernel in front is done."""
 WORDS = {"hq": "*i32"}
 BYTES = {"hq": "*i8"}
 """Expert rows are read as words and written as bytes."""
@@ -189,6 +214,8 @@ def main(arguments: list[str]) -> None:
         for label, kernel, warps, types, constants in cases(full):
             built = build(kernel, int(capability), warps, types, **constants)
             found = {"case": label, "warps": warps, "shared": built.metadata.shared, "lanes": lane_layouts(built)}
+            if label in ASK_EARLY and capability == "90":
+                found["early"] = loads_before_the_wait(built)
             print(json.dumps(found | {"capability": int(capability)}), flush=True)
 
 

@@ -42,4 +42,5 @@ def test_builds_and_fits(capability):
         # Another layout here means that the compiler computes the operands twice, or moves them through shared memory.
         lanes = f"sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [{line['warps']}, 1], order = [1, 0]"
         assert all(lanes in layout for layout in line["lanes"]), line
+        assert line.get("early", 1) > 0, f"{line}: all loads wait for the kernel in front"
     assert {line["case"] for line in built if line["lanes"]} == PRODUCTS
