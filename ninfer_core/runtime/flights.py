@@ -111,6 +111,19 @@ class Seated:
     resuming: bool = False
 
 
+@dataclass(slots=True)
+class Group:
+    """Sequences whose rounds have one shape, in one launch or several: `left` of them are not read yet.
+
+    `drafts`: verified of each and made for the next round. `seconds`: of those read; None where there is no clock.
+    """
+
+    size: int
+    drafts: int
+    left: int
+    seconds: float | None = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A launched round and whose it is."""
@@ -119,6 +132,7 @@ class Flight:
     crew: tuple[tuple[Running, Seated], ...]
     rows: int
     drafts: int
+    group: Group
 
 
 class Flights:
@@ -163,13 +177,13 @@ class Flights:
                     continue
             if seated.resuming:
                 self._resume(sequence, seated)
-            rows, drafts = self.rows_for(sequence), self._draft_tokens if sequence.pace.drafting else 0
+            rows, drafts = self.rows_for(sequence), self._pacer.depth if sequence.pace.drafting else 0
             groups.setdefault((rows, drafts), []).append(sequence)
-        launched = [
-            self._launch(part, rows, drafts)
-            for (rows, drafts), members in groups.items()
-            for part in self._parts(members, rows)
-        ]
+        launched = []
+        for (rows, drafts), members in groups.items():
+            parts = self._parts(members, rows)
+            group = Group(len(members), drafts, len(parts))
+            launched += [self._launch(part, rows, group) for part in parts]
         faults |= self._land(sequences, None)
         self._flying += launched
         return faults
@@ -208,8 +222,8 @@ class Flights:
         sequence.drafts = []
         return seated
 
-    def _launch(self, members: list[Running], rows: int, drafts: int) -> Flight:
-        reach = max(_reach(s, rows) for s in members)
+    def _launch(self, members: list[Running], rows: int, group: Group) -> Flight:
+        reach, drafts = max(_reach(s, rows) for s in members), group.drafts
         launched = self.rounds.launch([s.slot for s in members], rows, drafts, reach)
         crew = []
         for sequence in members:
@@ -217,7 +231,7 @@ class Flights:
             assert seated is not None
             seated.flying, seated.ahead, seated.drafted = seated.flying + 1, seated.ahead + rows, drafts
             crew.append((sequence, seated))
-        return Flight(launched, tuple(crew), rows, drafts)
+        return Flight(launched, tuple(crew), rows, drafts, group)
 
     def _land(self, sequences: Sequence[Running], only: Seated | None) -> dict[Running, Exception]:
         """Read flights in order up to the last that holds one of `sequences` (or `only`); faults of `sequences`."""
@@ -249,9 +263,7 @@ class Flights:
         if all(sequence.seated is not seated for sequence, seated in flight.crew):
             return  # nobody waits for it
         results = flight.launched.read()
-        seconds = flight.launched.seconds()
-        if seconds is not None and (flight.rows > 1) == (flight.drafts > 0):
-            self._pacer.measured(flight.rows > 1, len(flight.crew), seconds)
+        self._time(flight, flight.launched.seconds())
         for (sequence, seated), result in zip(flight.crew, results, strict=True):
             seated.flying, seated.ahead = seated.flying - 1, seated.ahead - flight.rows
             if sequence.seated is not seated or sequence.session.ended or sequence in self._late:
@@ -260,6 +272,14 @@ class Flights:
                 self._take(sequence, seated, result, flight)
             except Exception as error:
                 self._late[sequence] = error
+
+    def _time(self, flight: Flight, seconds: float | None) -> None:
+        """Count what a launch took; a round is all launches of its group."""
+        group = flight.group
+        group.left -= 1
+        group.seconds = None if seconds is None or group.seconds is None else group.seconds + seconds
+        if group.left == 0 and group.seconds is not None and flight.rows == 1 + group.drafts:
+            self._pacer.measured(group.drafts, group.size, group.seconds)
 
     def _take(self, sequence: Running, seated: Seated, result: Result, flight: Flight) -> None:
         """Deliver what a round emitted and move the cursor."""
@@ -278,7 +298,7 @@ class Flights:
         if flight.drafts:
             seated.seen = sequence.length
         if not sequence.session.ended and self._draft_tokens:
-            seated.resuming |= self._pacer.update(sequence.pace, len(result.tokens), len(flight.crew))
+            seated.resuming |= self._pacer.update(sequence.pace, len(result.tokens), flight.group.size, flight.rows - 1)
 
     def _resume(self, sequence: Running, seated: Seated) -> None:
         """Drafting begins again: show the draft layer what it has missed. The next round drafts behind its one row."""

@@ -110,7 +110,8 @@ class Runner:
     """Runs sequences on one device. Not thread-safe: the engine's loop is its only caller.
 
     `decorate` turns a sampler's raw log-probabilities into the public form. `reuse` holds pages, slots and what was
-    kept of earlier prompts. `tower` reads images. `lanes` decodes what needs no host between rounds. For tests and
+    kept of earlier prompts. `tower` reads images. `lanes` decodes what needs no host between rounds. `clock` tells
+    seconds: how long chunks and rounds take decides how many run, never what comes out. For tests and
     measurements: `proposal` replaces drafts, `after_chunk` sees every sequence behind each chunk of its prompt.
     """
 
@@ -128,6 +129,7 @@ class Runner:
         adaptive: bool = True,
         tower: VisionTower | None = None,
         lanes: LaneRounds | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if prefill_chunk % PAGE or prefill_chunk < PAGE:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be a multiple of {PAGE}")
@@ -144,6 +146,7 @@ class Runner:
         self.proposal: Proposal | None = None
         self.after_chunk: Callable[[Running], None] | None = None
         self._tower = tower
+        self._clock = clock
         self._pacer = Pacer(self.draft_tokens, enabled=adaptive)
         self._flights = Flights(lanes, self._pacer, self.draft_tokens, self) if lanes is not None else None
 
@@ -370,7 +373,17 @@ class Runner:
         """Rows of this sequence's next window: 1 while drafts do not pay, with a budget of one, or at the last page."""
         if self._flights is not None and self._alone_on_device(sequence):
             return self._flights.rows_for(sequence)
-        return 1 + self.draft_tokens if sequence.pace.drafting and self._may_draft(sequence) else 1
+        drafts = len(sequence.drafts) or self.draft_tokens
+        return 1 + drafts if sequence.pace.drafting and self._may_draft(sequence) else 1
+
+    def choose_depth(self, sequences: Sequence[Running]) -> None:
+        """Before the round of all that decode: how many drafts they make in it for the next."""
+        self._pacer.look([sequence.pace for sequence in sequences])
+
+    @property
+    def depth(self) -> int:
+        """Drafts of the rounds that are launched now, for sequences that draft."""
+        return self._pacer.depth
 
     def _alone_on_device(self, sequence: Running) -> bool:
         """Whether the device decodes this sequence without the host."""
@@ -410,7 +423,7 @@ class Runner:
 
     def _round(self, sequences: Sequence[Running]) -> dict[Running, Exception]:
         """A round with the host in it: logits come here, tokens are drawn here. No cursor has moved if it raises."""
-        began = time.perf_counter()
+        began = self._clock()
         rows = self.rows_for(sequences[0])
         windows = [s.window(rows) for s in sequences]
         before = [s.emitted for s in sequences]
@@ -427,7 +440,8 @@ class Runner:
             moved = [i for i in live if sequences[i].commit]
             if moved:
                 self._redraft([sequences[i] for i in moved], [windows[i] for i in moved], hidden[moved])
-        self._pacer.measured(rows > 1, len(sequences), time.perf_counter() - began)
+        if rows == 1 or rows == 1 + self.depth:
+            self._pacer.measured(rows - 1, len(sequences), self._clock() - began)
         for i, sequence in enumerate(sequences):
             if sequence not in faults:
                 self._follow(sequence, hidden[i], rows, sequence.emitted - before[i], len(sequences))
@@ -444,7 +458,7 @@ class Runner:
             sequence.behind.append(hidden[: sequence.commit].clone())
         if sequence.session.ended or not self._may_draft(sequence):
             return
-        if self._pacer.update(sequence.pace, tokens, group):
+        if self._pacer.update(sequence.pace, tokens, group, rows - 1):
             rows_behind, sequence.behind = torch.cat(sequence.behind), []
             self._fill_drafts(sequence, rows_behind)
             self._resume_drafts(sequence)
@@ -498,7 +512,7 @@ class Runner:
             return
         sequences, hidden = [sequences[i] for i in wanted], hidden[wanted]
         windows = [s.place(s.length) for s in sequences]
-        drafts = self._rounds.draft(windows, hidden, [s.length for s in sequences], self.draft_tokens)
+        drafts = self._rounds.draft(windows, hidden, [s.length for s in sequences], self.depth)
         for sequence, made in zip(sequences, drafts, strict=True):
             sequence.drafts = made if self.proposal is None else self.proposal(sequence, made)
 

@@ -152,6 +152,7 @@ class Scheduler:
                 "running": len(sequences) - len(ended),
                 "waiting": len(self._waiting),
                 **reuse,
+                "draft_depth": self._runner.depth,
                 "kv_cache_usage": 1 - reuse["pages_free"] / reuse["pages_total"],
                 **asdict(totals),
             }
@@ -270,6 +271,7 @@ class Scheduler:
 
     def _round(self) -> None:
         """One round of everything that decodes, in groups of equal shape."""
+        self._runner.choose_depth(self._decoding)
         groups: dict[tuple[int, int], list[Running]] = {}
         for i, sequence in enumerate(self._decoding):
             key = (self._runner.rows_for(sequence), i + 1 if sequence.alone else 0)

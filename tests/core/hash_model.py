@@ -8,6 +8,8 @@ token it is always right.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
@@ -215,10 +217,13 @@ class HashMTP:
 
 
 class HashRounds:
-    """The device's side of `runtime.flights` over the hash model: lanes in Python, rounds run when they are launched."""
+    """The device's side of `runtime.flights` over the hash model: lanes in Python, rounds run when they are launched.
 
-    def __init__(self, state, decoder, mtp):
-        self.state, self.decoder, self.mtp = state, decoder, mtp
+    `cost(rows, drafts, sequences)`: seconds that a launch is said to take.
+    """
+
+    def __init__(self, state, decoder, mtp, cost=None):
+        self.state, self.decoder, self.mtp, self.cost = state, decoder, mtp, cost
         self.lanes, self.launched, self.rotten = {}, [], set()
 
     def draws(self, params):
@@ -257,7 +262,7 @@ class HashRounds:
             results.append(self._accept(lane, windows[i][1:], drawn[i], slots[i] in self.rotten))
         if drafts:
             self._draft(slots, lanes, tables, starts, drawn, hidden, results, drafts)
-        return Landed(results)
+        return Landed(results, self.cost and self.cost(rows, drafts, len(slots)))
 
     def _accept(self, lane, drafts, drawn, rotten):
         accepted = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
@@ -283,21 +288,33 @@ class HashRounds:
 
 
 class Landed:
-    def __init__(self, results):
-        self._results = results
+    def __init__(self, results, seconds=None):
+        self._results, self._seconds = results, seconds
 
     def read(self):
         return self._results
 
     def seconds(self):
-        return None
+        return self._seconds
 
 
 class Machine:
     """Runner and scheduler over the hash model, stepped by hand; `lanes`: with rounds on a device of its own."""
 
     def __init__(
-        self, *, slots=3, pages=60, checkpoints=6, drafts=3, chunk=64, lanes=False, blocks=0, slow=False, **options
+        self,
+        *,
+        slots=3,
+        pages=60,
+        checkpoints=6,
+        drafts=3,
+        chunk=64,
+        lanes=False,
+        blocks=0,
+        slow=False,
+        cost=None,
+        clock=time.perf_counter,
+        **options,
     ):
         self.state = HashState(slots + checkpoints, pages)
         self.host = HashHost(self.state, blocks, slow) if blocks else None
@@ -306,9 +323,9 @@ class Machine:
         )
         mtp = HashMTP() if drafts else None
         decoder, self.state.rings = HashDecoder(), lanes
-        self.device = HashRounds(self.state, decoder, mtp) if lanes else None
+        self.device = HashRounds(self.state, decoder, mtp, cost) if lanes else None
         self.runner = Runner(decoder, mtp, self.state, reuse=self.reuse, draft_tokens=drafts, prefill_chunk=chunk,
-                             decorate=list, adaptive=False, lanes=self.device)  # fmt: skip
+                             decorate=list, adaptive=cost is not None, lanes=self.device, clock=clock)  # fmt: skip
         self.scheduler = Scheduler(self.runner, max_sequences=slots, max_queue=1000)
         self.tokens, self.restarted = {}, set()
         close = self.runner.close

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from tiny import Alternating, tiny_engine
+from tiny import Alternating, Wandering, tiny_engine
 
 from ninfer_core.types import Finish, Request, Sampling, TextDelta
 
@@ -119,6 +119,20 @@ def test_steps_without_drafts_after_accepting_rounds_change_nothing(on, off):
         for name, r in VARIANTS.items():
             assert output(engine.submit(r)) == plain()[name], name
         assert pacer.resumed
+
+
+@pytest.mark.parametrize("depths,pattern", [((5, 1, 3), None), ((1, 2, 5, 5, 4), [3, 0, 5])])
+def test_any_depth_from_round_to_round_changes_nothing(depths, pattern):
+    with tiny_engine(draft_tokens=5, max_sequences=4) as engine:
+        if pattern:
+            engine._runner.proposal = oracle(pattern)
+        engine._runner._pacer = pacer = Wandering(5, depths)
+        handles = {name: engine.submit(r) for name, r in VARIANTS.items()}
+        for name, handle in handles.items():
+            assert output(handle) == plain()[name], name
+        assert pacer.looks > len(depths) and all(
+            handle.result().usage.drafted_tokens > 0 for handle in handles.values()
+        )
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from hash_model import FRONTEND, Machine, answer
-from tiny import Alternating
+from tiny import Alternating, Wandering
+
+from ninfer_core.errors import NotFiniteError
 
 PROMPT = [(i * 37) % 250 for i in range(150)]
 OTHERS = [[(i * k) % 250 for i in range(20 + k)] for k in (3, 7, 11)]
@@ -85,9 +87,19 @@ def test_a_row_that_is_not_finite_ends_its_request_alone():
     sick, well = machine.submit(PROMPT, 60), machine.submit(OTHERS[1], 60)
     while sick.session.completion_tokens < 5 or well.session.completion_tokens < 5:
         machine.scheduler.step()
-    machine.device.rotten.add(next(s.slot for s in machine.scheduler._decoding if s.session is sick.session))
-    machine.run(sick, well)
-    assert sick.session.outcome == "error" and "not finite" in str(sick.error)
+    running = next(s for s in machine.scheduler._decoding if s.session is sick.session)
+    own, slot, behind = list(running.pages), running.slot, running.kept[0]
+    assert behind.alive
+    machine.device.rotten.add(slot)
+    machine.scheduler.step()
+    while not sick.done:
+        machine.scheduler.step()
+    assert type(sick.error) is NotFiniteError and sick.id in str(sick.error)
+    assert not behind.alive and (machine.state.trunk[own] == -1).all() and (machine.state.draft[own] == -1).all()
+    machine.device.rotten.clear()
+    following = machine.submit(PROMPT, 20)  # with the slot and the pages of the sick one
+    machine.run(well, following)
+    assert following.session.cached_tokens == 0 and machine.tokens[following.id] == answer(PROMPT, 20)
     assert machine.tokens[well.id] == answer(OTHERS[1], 60)
     machine.audit()
 
@@ -157,3 +169,31 @@ def test_what_is_late_for_a_request_that_left_is_forgotten():
 
 def _fails(*_):
     raise RuntimeError("the device said no")
+
+
+@pytest.mark.parametrize("depths", [(5, 1, 3), (1, 1, 2, 5, 4)])
+def test_any_depth_from_round_to_round_gives_the_same_tokens(depths):
+    machine = Machine(lanes=True, drafts=5)
+    machine.runner._pacer = machine.runner._flights._pacer = Wandering(5, depths)
+    handles = [machine.submit(prompt, 90) for prompt in OTHERS]
+    assert machine.run(*handles) == [answer(prompt, 90) for prompt in OTHERS]
+    assert {drafts for _, _, drafts in machine.device.launched} == set(depths)
+    assert {rows - 1 for _, rows, _ in machine.device.launched} >= set(depths)
+    assert all(h.session.usage.accepted_tokens <= h.session.usage.drafted_tokens for h in handles)
+    machine.audit()
+
+
+def test_the_depth_follows_the_load_and_the_tokens_do_not():
+    """A launch holds 8 rows and takes its time, whatever it holds: many sequences draft less deep, one alone deeper."""
+    cost = lambda rows, drafts, sequences: 2.0 if rows == 1 else 1.0 + 0.1 * drafts  # noqa: E731
+    machine = Machine(lanes=True, drafts=5, slots=8, pages=120, cost=cost)
+    prompts = [[(i * k) % 250 for i in range(20 + k)] for k in range(3, 11)]
+    handles = [machine.submit(prompt, 500) for prompt in prompts]
+    assert machine.run(*handles) == [answer(prompt, 500) for prompt in prompts]
+    flown = [drafts for _, _, drafts in machine.device.launched]
+    late = flown[len(flown) // 2 : len(flown) * 3 // 4]
+    assert flown[20] == 5 and late.count(1) > 0.7 * len(late), late
+    alone = machine.submit(prompts[0], 400)
+    assert machine.run(alone) == [answer(prompts[0], 400)]
+    assert machine.device.launched[-10][2] == machine.scheduler.stats()["draft_depth"] > 1
+    machine.audit()

@@ -73,14 +73,26 @@ def tiny_engine(moe: bool = True, seed: int = 0, context: int = 1024, **options)
     return Engine.load(str(tiny_artifact(moe, seed, context)), **options)
 
 
+class Wandering(Pacer):
+    """Takes another depth every round: one of `depths` after the other."""
+
+    def __init__(self, most, depths):
+        super().__init__(most, enabled=False)
+        self._depths, self.looks = depths, 0
+
+    def look(self, paces):
+        self.depth = self._depths[self.looks % len(self._depths)]
+        self.looks += 1
+
+
 class Alternating(Pacer):
     """Rests every few rounds, whatever it costs."""
 
     def __init__(self, on, off):
-        super().__init__(3)
+        super().__init__(3, enabled=False)
         self._on, self._off, self.resumed = on, off, 0
 
-    def update(self, pace, tokens, sequences):
+    def update(self, pace, tokens, sequences, drafts):
         pace.rounds += 1
         if pace.drafting and pace.rounds >= self._on:
             pace.drafting, pace.rounds = False, 0

@@ -52,6 +52,7 @@ _GAUGES = {
     "num_requests_running": ("running", "Requests that run"),
     "num_requests_waiting": ("waiting", "Requests that wait"),
     "kv_cache_usage_perc": ("kv_cache_usage", "Share of cache pages in use by running requests, 0 to 1"),
+    "draft_depth": ("draft_depth", "Tokens drafted per round and sequence at the present load"),
     "kv_pages": ("pages_total", "Pages of the KV cache"),
     "kv_pages_cached": ("pages_cached", "Pages that only the prefix cache holds; a request that needs them gets them"),
     "prefix_cache_checkpoints": ("checkpoints", "States that the prefix cache keeps"),
