@@ -20,6 +20,8 @@ from .head_decode import Candidates
 MOST_DRAFTS = 5
 MOST_STOPS = 8
 MOST_TOP_K = 64
+SCRATCH_WIDTH = 5 * MOST_TOP_K
+"""Columns of what a row's draw writes down on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ _STOPS = tl.constexpr(LANE.stops)
 _WIDTH = tl.constexpr(LANE_WIDTH)
 _RESULT = tl.constexpr(RESULT_WIDTH)
 _K = tl.constexpr(MOST_TOP_K)
+_ROOM = tl.constexpr(2 * MOST_TOP_K)
+_SCRATCH = tl.constexpr(5 * MOST_TOP_K)
 _PATTERN = tl.constexpr(64)
 _CHAIN = tl.constexpr(MOST_DRAFTS)
 
@@ -103,7 +107,7 @@ def ordered(x):
 
 @triton.jit
 def first_of(rank, count):
-    """Mask of the first `count` elements by (rank descending, place ascending), and each one's place among them."""
+    """Mask of the first `count` elements by (rank descending, place ascending): a search bit by bit."""
     low = -2147483648
     if tl.sum((rank >= 0).to(tl.int32), 0) >= count:
         low = 0
@@ -115,7 +119,31 @@ def first_of(rank, count):
     above = rank > low
     tied = rank == low
     wanted = count - tl.sum(above.to(tl.int32), 0)
-    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= wanted))
+    return above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= wanted))
+
+
+@triton.jit
+def places_among(rank):
+    """Place of every element by (rank descending, position ascending), all pairs at once."""
+    at = tl.arange(0, rank.shape[0])
+    before = (rank[None, :] > rank[:, None]) | ((rank[None, :] == rank[:, None]) & (at[None, :] < at[:, None]))
+    return tl.sum(before.to(tl.int32), 1)
+
+
+@triton.jit
+def leaders(rank, count, ROOM: tl.constexpr):
+    """Mask of at most `ROOM` elements with the first `count` (<= ROOM) among them, and each one's place in it.
+
+    The count-th largest of the maxima of disjoint groups is a bound: as many elements reach it, and mostly few more. Where
+    too many do (ties), the first `count` themselves.
+    """
+    GROUPS: tl.constexpr = ROOM if rank.shape[0] > ROOM else rank.shape[0]
+    tops = tl.max(tl.reshape(rank, [rank.shape[0] // GROUPS, GROUPS]), 0)
+    last = tl.minimum(count, GROUPS) - 1
+    bound = tl.max(tl.where(places_among(tops) == last, tops, -2147483648), 0)
+    chosen = rank >= bound
+    if tl.sum(chosen.to(tl.int32), 0) > ROOM:
+        chosen = first_of(rank, count)
     return chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1
 
 
@@ -144,54 +172,59 @@ def sample_kernel(
         tl.store(token + t, tl.minimum(chosen, addressable - 1))
     else:
         count = tl.load(lane + _TOP_K)
+        names = scratch + t * _SCRATCH
+        values = scratch_z + t * _SCRATCH
+        # Blocks of 32 ids that hold the first `count`, then those ids and a few more, then they in order.
         rank = ordered(tl.where(there, tl.div_rn(top, temperature), float("-inf")))
-        blocks = tl.minimum(count, COUNT)
-        chosen, place = first_of(rank, blocks)
-        tl.store(scratch + t * (2 * _K) + place, block, mask=chosen)
+        chosen, place = leaders(rank, tl.minimum(count, COUNT), _ROOM)
+        found = tl.sum(chosen.to(tl.int32), 0)
+        tl.store(names + place, block, mask=chosen)
         tl.debug_barrier()
-        k = tl.arange(0, _K)
-        home = tl.load(scratch + t * (2 * _K) + k, mask=k < blocks, other=0)
-        ids = tl.reshape(home[:, None] * 32 + tl.arange(0, 32)[None, :], [_K * 32])
-        live = tl.reshape(tl.broadcast_to((k < blocks)[:, None], [_K, 32]), [_K * 32]) & (ids < addressable)
+        i = tl.arange(0, _ROOM)
+        home = tl.load(names + i, mask=i < found, other=0)
+        ids = tl.reshape(home[:, None] * 32 + tl.arange(0, 32)[None, :], [_ROOM * 32])
+        live = tl.reshape(tl.broadcast_to((i < found)[:, None], [_ROOM, 32]), [_ROOM * 32]) & (ids < addressable)
         value = tl.load(logits + t.to(tl.int64) * V + ids, mask=live, other=float("-inf"))
         value = tl.where(live, tl.div_rn(value, temperature), float("-inf"))
-        chosen, place = first_of(ordered(value), count)
+        chosen, place = leaders(ordered(value), count, _ROOM)
+        found = tl.sum(chosen.to(tl.int32), 0)
+        tl.store(names + _ROOM + place, ids, mask=chosen)
+        tl.store(values + _ROOM + place, value, mask=chosen)
         tl.debug_barrier()
-        tl.store(scratch + t * (2 * _K) + _K + place, ids, mask=chosen)
-        tl.store(scratch_z + t * _K + place, value, mask=chosen)
+        named = tl.load(names + _ROOM + i, mask=i < found, other=0)
+        z = tl.load(values + _ROOM + i, mask=i < found, other=float("-inf"))
+        place = places_among(ordered(z))
+        tl.store(names + 2 * _ROOM + place, named, mask=place < count)
+        tl.store(values + 2 * _ROOM + place, z, mask=place < count)
         tl.debug_barrier()
-        named = tl.load(scratch + t * (2 * _K) + _K + k, mask=k < count, other=0)
-        z = tl.load(scratch_z + t * _K + k, mask=k < count, other=float("-inf"))
+        k = tl.arange(0, _K)
         seed = tl.load(lane + _SEED).to(tl.uint32).to(tl.uint64)
         seed = seed | (tl.load(lane + _SEED + 1).to(tl.uint32).to(tl.uint64) << 32)
-        u = tl.rand(seed, tl.load(lane + _INDEX) + t % R)
         chosen = draw(
-            named, z, k, k < count, tl.load(lane + _TOP_P).to(tl.float32, bitcast=True),
-            tl.load(lane + _MIN_P).to(tl.float32, bitcast=True), u,
+            tl.load(names + 2 * _ROOM + k, mask=k < count, other=0),
+            tl.load(values + 2 * _ROOM + k, mask=k < count, other=float("-inf")), k,
+            tl.load(lane + _TOP_P).to(tl.float32, bitcast=True), tl.load(lane + _MIN_P).to(tl.float32, bitcast=True),
+            tl.rand(seed, tl.load(lane + _INDEX) + t % R),
         )  # fmt: skip
         tl.store(token + t, tl.minimum(chosen, addressable - 1))
 
 
 @triton.jit
-def draw(ids, z, k, live, top_p, min_p, u):
-    """One of the candidates `ids` [K], which stand in ascending order of id, with values `z`; sums in fp64."""
-    best = tl.max(z, 0)
-    weight = tl.exp((z - best).to(tl.float64))
-    live = live & (z > float("-inf")) & (weight >= min_p.to(tl.float64))
+def draw(ids, z, k, top_p, min_p, u):
+    """One of the candidates `ids` [K], the likeliest first, with values `z` (-inf: none); sums in fp64."""
+    weight = tl.exp((z - tl.max(z, 0)).to(tl.float64))
+    live = (z > float("-inf")) & (weight >= min_p.to(tl.float64))
     weight = tl.where(live, weight, 0.0)
-    other = tl.where(live, z, float("-inf"))
-    before = (other[None, :] > z[:, None]) | ((other[None, :] == z[:, None]) & (k[None, :] < k[:, None]))
-    before = before & live[None, :]
-    order = tl.sum(before.to(tl.int32), 1)
-    sums = tl.sum(tl.where(before, tl.broadcast_to(weight[None, :], [_K, _K]), 0.0), 1) + weight
+    before = tl.broadcast_to(weight[None, :], [_K, _K])
+    sums = tl.sum(tl.where(k[None, :] < k[:, None], before, 0.0), 1) + weight
     total = tl.sum(weight, 0)
     kept = tl.sum((live & (sums < top_p.to(tl.float64) * total)).to(tl.int32), 0) + 1
     kept = tl.minimum(kept, tl.sum(live.to(tl.int32), 0))
-    stays = live & (order < kept)
+    stays = live & (k < kept)
     mass = tl.max(tl.where(stays, sums, 0.0), 0)
     place = tl.sum((stays & (sums <= u.to(tl.float64) * mass)).to(tl.int32), 0)
     place = tl.minimum(place, kept - 1)
-    return tl.max(tl.where(live & (order == place), ids, 0), 0)
+    return tl.max(tl.where(live & (k == place), ids, 0), 0)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -291,7 +324,7 @@ def sample(
     """token [T] int32 = the draw of every row by the law in its lane; bad [T] = 1 where logits are not finite.
 
     Math: `sampling.pick_ref` with the number `sampling.uniform(seed, index + row)`.
-    Shapes: logits fp32 [T, V] and the candidates of the same rows; scratch int32 [T, 128], scratch_z fp32 [T, 64].
+    Shapes: logits fp32 [T, V] and the candidates of the same rows; scratch int32, scratch_z fp32 [T, SCRATCH_WIDTH].
     Domain: temperature below 1e-5 (greedy), or 1 <= top_k <= 64; V a multiple of 32.
     Numeric: division in fp32, exponentials and sums in fp64: the host's draw but for sums that end on a border.
     """

@@ -27,6 +27,7 @@ from ..kernels.lanes_decode import (
     MOST_STOPS,
     MOST_TOP_K,
     RESULT_WIDTH,
+    SCRATCH_WIDTH,
     accept,
     keep_drafts,
     open_round,
@@ -78,8 +79,8 @@ class _Buffers:
         self.deltas, self.sampled, self.bad, self.follow = ints(ROWS), ints(ROWS), ints(ROWS), ints(ROWS)
         self.pick, self.chain, self.drafts = ints(ROWS), ints(MOST_DRAFTS * ROWS), ints(MOST_DRAFTS * ROWS)
         self.results, self.pages = ints(ROWS, RESULT_WIDTH), ints(ROWS * pages)
-        self.scratch = ints(ROWS, 2 * MOST_TOP_K)
-        self.scratch_z = torch.zeros(ROWS, MOST_TOP_K, device=device)
+        self.scratch = ints(ROWS, SCRATCH_WIDTH)
+        self.scratch_z = torch.zeros(ROWS, SCRATCH_WIDTH, device=device)
         self.cos, self.sin = (torch.zeros(ROWS, 64, device=device) for _ in range(2))
 
 

@@ -13,7 +13,7 @@ from ninfer_core.config import config_from_dict
 from ninfer_core.kernels import lanes_decode, rows_decode
 from ninfer_core.kernels._order import Activation, quantize_rows_ref
 from ninfer_core.kernels.head_decode import Candidates
-from ninfer_core.kernels.lanes_decode import LANE, LANE_WIDTH, MOST_DRAFTS, RESULT_WIDTH
+from ninfer_core.kernels.lanes_decode import LANE, LANE_WIDTH, MOST_DRAFTS, RESULT_WIDTH, SCRATCH_WIDTH
 from ninfer_core.kernels.rope import rope_tables
 from ninfer_core.kernels.sampling import pick, uniform
 from ninfer_core.runtime.flights import Start
@@ -21,7 +21,7 @@ from ninfer_core.runtime.graphs import DeviceRounds
 from ninfer_core.runtime.validation import SamplingParams
 from tests.kernels.interpreter import run
 
-VOCABULARY, ADDRESSABLE = 2048, 2000
+VOCABULARY, ADDRESSABLE = 8192, 8000
 LAWS = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=s)
     for t, k, p, m, s in (
@@ -62,12 +62,15 @@ def draw(kind):
     logits = torch.randn(rows, VOCABULARY) * 3
     if kind == "ties":
         logits = (logits * 2).round() / 2
+    if kind == "crowd":  # more of the largest value than there is room for; some a little above
+        logits = torch.where(torch.rand(rows, VOCABULARY) < 0.5, torch.tensor(1.0), logits.clamp(max=0.0))
+        logits[:, 777:1900:181] = 1.25
     if kind == "sick":
         logits[3, 96:128], logits[7, 40] = torch.nan, torch.inf
     starts = [Start(0, 0, 0, 10 * i, 100, law) for i, law in enumerate(LAWS)]
     lanes, _, slots = lanes_of(starts)
     token, bad = i32(rows), i32(rows)
-    scratch = i32(rows, 128), torch.full((rows, 64), torch.nan)
+    scratch = i32(rows, SCRATCH_WIDTH), torch.full((rows, SCRATCH_WIDTH), torch.nan)
     lanes_decode.sample(logits, candidates(logits), lanes, slots, *scratch, token, bad, addressable=ADDRESSABLE)
     assert bad.tolist() == [int(kind == "sick" and row in (3, 7)) for row in range(rows)], bad
     for i, law in enumerate(LAWS):
@@ -212,7 +215,8 @@ def workspace():
 
 
 CASES = {
-    "draw": lambda: draw("plain"), "draw ties": lambda: draw("ties"), "draw sick": lambda: draw("sick"),
+    "draw": lambda: draw("plain"), "draw ties": lambda: draw("ties"), "draw crowd": lambda: draw("crowd"),
+    "draw sick": lambda: draw("sick"),
     "accept": accept, "open and keep": open_and_keep, "many rounds": many_rounds,
     "rope": rope, "finish": finish, "draft input": draft_input,
     "workspace": workspace,

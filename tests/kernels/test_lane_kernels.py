@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from tests.kernels.programs import HERE, ROOT, interpreted
 
 CASES = (
-    "draw", "draw ties", "draw sick", "accept", "open and keep", "rope", "finish", "draft input", "workspace",
+    "draw", "draw ties", "draw crowd", "draw sick", "accept", "open and keep", "rope", "finish", "draft input", "workspace",
 )  # fmt: skip
 
 
