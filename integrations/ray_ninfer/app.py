@@ -68,8 +68,8 @@ def application(plan: Plan, replica: type[ServedReplica] = ServedReplica) -> App
             "target_ongoing_requests": room,
             "upscale_delay_s": plan.grow_after,
             "downscale_delay_s": plan.shrink_after,
-            # Averaged over less than the delay, so that a delay is what it says.
-            "look_back_period_s": max(1.0, min(30.0, plan.grow_after)),
+            # Averaged over no more than the delay, so that a delay is what it says; Serve measures every 10 s.
+            "look_back_period_s": max(10.5, min(30.0, plan.grow_after)),
         }
     else:
         options["num_replicas"] = plan.replicas

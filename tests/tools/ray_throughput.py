@@ -16,16 +16,19 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ninfer_core.benchmarks.results import Figure
-from ninfer_core.benchmarks.serving import Load, serve_load, served_model
+import httpx
+
+from ninfer_core.benchmarks.serving import Load, Sample, _closed, served_model
 from tests.tools.ray_processes import engine_fields, free_port, load, process
 
 SHARE = 0.95
@@ -102,7 +105,7 @@ def ray_replicas(given: argparse.Namespace) -> Iterator[str]:
     port = free_port()
     plan = Plan(
         given.model, engine_fields(given), ServerSettings(slots=given.slots, max_queue=1024), given.replicas,
-        num_gpus=1 if gpus else 0,
+        fronts=given.fronts, num_gpus=1 if gpus else 0,
     )  # fmt: skip
     ray.init(num_cpus=given.replicas, num_gpus=gpus, include_dashboard=False, namespace="serve", log_to_driver=False)
     try:
@@ -114,17 +117,58 @@ def ray_replicas(given: argparse.Namespace) -> Iterator[str]:
         ray.shutdown()
 
 
-def measure(url: str, given: argparse.Namespace, servers: int) -> Figure:
-    """Tokens a second with the load of one server times `servers`."""
-    level = given.at_once * servers
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What all clients of a measurement saw."""
 
-    async def run() -> list[Figure]:
+    tokens: int
+    seconds: float
+    failed: int
+    error: str
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def _client(barrier: Any, results: Any, url: str, given: argparse.Namespace, number: int) -> None:
+    """One client process: a warm-up, then its share at the same time as the others. Seeds differ, so no prefix helps."""
+
+    async def run() -> tuple[list[Sample], float]:
         model = await served_model(url + "/v1")
         asked = Load(url + "/v1", model, prompt_tokens=given.prompt, max_tokens=given.tokens, timeout=given.patience)
-        await serve_load(asked, levels=[level], requests=level)  # every server makes its graphs and plans
-        return await serve_load(asked, levels=[level], requests=level * given.rounds)
+        limits, seed = httpx.Limits(max_connections=None), (number + 1) * 1_000_000
+        async with httpx.AsyncClient(base_url=asked.url, timeout=given.patience, limits=limits) as client:
+            # Twice what one server holds, so that each makes its graphs and plans, whichever requests it gets.
+            await _closed(client, asked, given.at_once, 2 * given.at_once, seed)
+            await asyncio.to_thread(barrier.wait)
+            began = time.perf_counter()
+            done = await _closed(client, asked, given.at_once, given.rounds * given.at_once, seed + 500_000)
+            return done, time.perf_counter() - began
 
-    return asyncio.run(run())[0]
+    try:
+        samples, seconds = asyncio.run(run())
+        errors = [sample.error for sample in samples if sample.error]
+        tokens = sum(sample.tokens for sample in samples if not sample.error)
+        results.put((tokens, seconds, len(errors), errors[0] if errors else ""))
+    except BaseException as error:
+        barrier.abort()
+        results.put((0, 1.0, 1, f"{type(error).__name__}: {error}"))
+
+
+def measure(url: str, given: argparse.Namespace, servers: int) -> Sum:
+    """The load of one server times `servers`, each from a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    barrier, results = spawn.Barrier(servers), spawn.Queue()
+    clients = [spawn.Process(target=_client, args=(barrier, results, url, given, n)) for n in range(servers)]
+    for client in clients:
+        client.start()
+    parts = [results.get() for _ in clients]
+    for client in clients:
+        client.join()
+    error = next((part[3] for part in parts if part[3]), "")
+    return Sum(sum(p[0] for p in parts), max(p[1] for p in parts), sum(p[2] for p in parts), error)
 
 
 def main() -> int:
@@ -134,6 +178,7 @@ def main() -> int:
     parser.add_argument("--random", default="", help="random weights of a shape instead: 35b-a3b, 27b, demo")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--fronts", type=int, default=2, help="with Ray: processes that read and route requests")
     parser.add_argument("--at-once", type=int, default=16, help="requests at once for each server")
     parser.add_argument("--rounds", type=int, default=4, help="requests of a measurement, over those at once")
     parser.add_argument("--prompt", type=int, default=256)
@@ -149,22 +194,30 @@ def main() -> int:
 
     with one_server(given, 0) as url:
         single = measure(url, given, 1)
-    print(f"one server, asked directly: {single.value:,.1f} tok/s", flush=True)
+    print(f"one server, asked directly: {single.rate:,.1f} tok/s", flush=True)
     behind = "Ray replicas" if with_ray else "server processes without Ray, same front and routing code"
     with ray_replicas(given) if with_ray else processes(given) as url:
         many = measure(url, given, given.replicas)
-    ratio, failed = many.value / single.value, single.details["failed"] + many.details["failed"]
-    print(f"{given.replicas} behind one address ({behind}): {many.value:,.1f} tok/s, {ratio:.2f} times one")
+    ratio, failed = many.rate / single.rate, single.failed + many.failed
+    print(f"{given.replicas} behind one address ({behind}): {many.rate:,.1f} tok/s, {ratio:.2f} times one")
     print(f"{given.random or given.model}, device {given.device}, {given.at_once} requests at once for each server, "
           f"{given.tokens} tokens each, {failed} failed")  # fmt: skip
+    if failed:
+        print(f"first error: {single.error or many.error}")
     wanted = SHARE * given.replicas
     if given.device == "cpu":
         print("no verdict: servers on the CPU share its cores")
     else:
         print(f"{'reached' if ratio >= wanted else 'NOT reached'}: {wanted:.2f} times one")
     if given.json:
-        told = {"one": single.value, "many": many.value, "ratio": ratio, "ray": with_ray, "failed": failed}
-        given.json.write_text(json.dumps({**told, "replicas": given.replicas, "details": many.details}, indent=1))
+        told = {
+            "one": asdict(single),
+            "many": asdict(many),
+            "ratio": ratio,
+            "ray": with_ray,
+            "replicas": given.replicas,
+        }
+        given.json.write_text(json.dumps(told, indent=1))
     return 1 if failed or (given.device != "cpu" and ratio < wanted) else 0
 
 
