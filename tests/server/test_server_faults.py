@@ -121,7 +121,7 @@ def test_chat_refuses(serve: Any, body: Any, param: str | None) -> None:
         ("/v1/completions", {"prompt": "a", "logprobs": 50}, "logprobs"),
         ("/v1/completions", {"prompt": {"a": 1}}, "prompt"),
         ("/v1/completions", {}, "prompt"),
-        ("/v1/responses", {"input": []}, None),
+        ("/v1/responses", {"input": []}, "input"),
         ("/v1/responses", {"input": 5}, "input"),
         ("/v1/responses", {"input": "x", "background": True}, "background"),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),

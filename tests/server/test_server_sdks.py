@@ -126,6 +126,7 @@ def test_openai_completions(serve: Any) -> None:
     chunks = list(lenient.completions.create(model="scripted", prompt=[104, 105], stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == "raw text"
     assert server.last.prompt == (104, 105) and server.last.max_tokens == 16
+    assert client.completions.create(model="scripted", prompt="hi", best_of=0).choices[0].text == "raw text"
 
 
 def test_openai_models(serve: Any) -> None:
@@ -149,6 +150,14 @@ def test_openai_responses(serve: Any) -> None:
     assert answer.usage and answer.usage.output_tokens_details.reasoning_tokens
     count = client.responses.input_tokens.count(input="hi", tools=tools)
     assert count.input_tokens == answer.usage.input_tokens
+
+
+def test_openai_responses_without_input(serve: Any) -> None:
+    """The client may leave everything out; the model then answers an empty message."""
+    server = serve("Hello!")
+    answer = openai_client(server).responses.create()
+    assert answer.output_text == "Hello!" and answer.model == "scripted"
+    assert [(message.role, message.text) for message in server.last.messages] == [("user", "")]
 
 
 def test_openai_responses_accumulator_and_replay(serve: Any) -> None:

@@ -50,7 +50,7 @@ def to_requests(body: CompletionRequest, tokenizer: Any) -> list[Request]:
     if body.suffix:
         prompts = [gap_prompt(tokenizer, prompt, body.suffix) for prompt in prompts]
     choices = body.n or 1
-    if body.best_of is not None and body.best_of != choices:
+    if body.best_of and body.best_of != choices:
         raise UnsupportedError(f"best_of must equal n ({choices}); every choice is returned", param="best_of")
     limit = DEFAULT_MAX_TOKENS if "max_tokens" not in body.model_fields_set else limit_of(body.max_tokens, "max_tokens")
     form = guided_of(body, format_of(body.response_format))

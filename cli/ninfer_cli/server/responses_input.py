@@ -91,6 +91,8 @@ def to_request(
     toolset = to_tools(body.tools)
     tools, choice = restrict(toolset.tools, _choice(body, toolset))
     items = [*history, *input_items(body.input)]
+    if not items:
+        raise InvalidRequestError("input is an empty list; it must hold an item, or be a text", param="input")
     messages = to_messages(items, body.instructions, server.media)
     options: dict[str, Any] = {}
     if body.reasoning and body.reasoning.effort is not None:
@@ -147,10 +149,10 @@ def _logprobs(body: ResponsesRequest) -> int | None:
 
 
 def input_items(value: str | Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
-    """The input as a list of items."""
-    if value is None:
-        return []
-    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else list(value)
+    """The input as a list of items; a request without any is an empty user turn, as the official client may send."""
+    if value is None or isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value or ""}]
+    return list(value)
 
 
 def to_messages(

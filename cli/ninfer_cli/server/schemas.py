@@ -115,7 +115,7 @@ class CompletionRequest(SamplingFields, GuidedFields):
     suffix: str | None = None
     max_tokens: Int | None = None
     n: Int | None = Field(None, ge=1, le=8)
-    best_of: Int | None = Field(None, ge=1, le=8)
+    best_of: Int | None = Field(None, ge=0, le=8)
     logprobs: Int | bool | None = None
     echo: bool | None = None
     stream: bool | None = None
