@@ -72,6 +72,10 @@ class PromptMedia:
                 feature += high - low
         return found
 
+    def ready(self, start: int, stop: int) -> bool:
+        """Whether all features of the tokens `start .. stop - 1` are there."""
+        return all(n in self._features for n, *_ in self._within(start, stop))
+
     def work(self, start: int, stop: int) -> bool:
         """One step of the tower for the tokens `start .. stop - 1`. False if all their features are there."""
         missing = next((n for n, *_ in self._within(start, stop) if n not in self._features), None)

@@ -24,7 +24,7 @@ class EngineOptions:
     context_length: tokens of prompt plus answer per request; "auto" is the model's own, or what fits in memory.
     max_sequences: requests that run at once; each has its full context reserved. max_queue: requests that may wait.
     draft_tokens: tokens drafted per round (0 to 5). It changes speed, never the output.
-    adaptive_drafts: draft less deep where that is faster, by measured times (the more sequences, the dearer rows are); a
+    adaptive_drafts: draft less deep where that is faster, by measured times (the more sequences, the dearer rows); a
     sequence for which drafting does not pay goes on without it, and tries again later.
     kv_cache: element type of the KV cache. prefill_chunk: prompt tokens per step, a multiple of 64;
     "auto" is 256 on the CPU, and on a GPU the longest of 8,192, 4,096 and 2,048 that costs no context.

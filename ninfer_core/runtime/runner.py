@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from ..model.mtp import MTP
 from ..model.vision import VisionTower
 from ..state import FusedState, State
 from ..types import TokenLogprob
+from .budget import ChunkTimes, Stopwatch
 from .flights import Flights, LaneRounds, Seated
 from .media import PromptMedia
 from .options import PAGE
@@ -145,8 +146,11 @@ class Runner:
         self.pages, self.slots = reuse.pages, reuse.slots
         self.proposal: Proposal | None = None
         self.after_chunk: Callable[[Running], None] | None = None
+        # What the loop's thread does, step by step, while nothing runs.
+        self.warming: Iterator[None] = iter(())
         self._tower = tower
-        self._clock = clock
+        self._clock, self._watch = clock, Stopwatch(self._device, clock)
+        self.times = ChunkTimes(prefill_chunk)
         self._pacer = Pacer(self.draft_tokens, enabled=adaptive)
         self._flights = Flights(lanes, self._pacer, self.draft_tokens, self) if lanes is not None else None
 
@@ -289,11 +293,11 @@ class Runner:
         While the chunk needs features that are not there, one step of the vision tower instead. Behind the last chunk
         the first token is sampled and delivered.
         """
-        start = sequence.length
-        end = sequence.ends[bisect_right(sequence.ends, start)]
+        start, end = self._next_chunk(sequence)
         media = sequence.media
         if media is not None and media.work(start, end):
             return
+        stop = self._watch.start()
         hidden = self._decoder.prefill(
             self._state,
             torch.tensor(sequence.tokens[start:end], device=self._device),
@@ -315,8 +319,20 @@ class Runner:
             self._keep(sequence, sequence.keys, *sequence.wanted[end])
         if self._has_mtp and not sequence.prefilling and not sequence.session.ended:
             self._resume_drafts(sequence)
+        stop(lambda seconds: self.times.measured(end - start, seconds))
         if self.after_chunk is not None:
             self.after_chunk(sequence)
+
+    def _next_chunk(self, sequence: Running) -> tuple[int, int]:
+        start = sequence.length
+        return start, sequence.ends[bisect_right(sequence.ends, start)]
+
+    def chunk_seconds(self, sequence: Running) -> float | None:
+        """What the next call of `prefill` will take, by those before; None if that is not known."""
+        start, end = self._next_chunk(sequence)
+        if sequence.media is not None and not sequence.media.ready(start, end):
+            return None
+        return self.times.expected(end - start)
 
     def _fill_drafts(self, sequence: Running, hidden: Tensor) -> None:
         """Draft-layer rows under the last `hidden` rows of the state: each needs the token after it, so one waits."""

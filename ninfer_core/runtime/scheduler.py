@@ -1,7 +1,7 @@
 """Waiting and running requests: admission, fair prefill, rounds, cancellation, deadlines, and what to do with faults.
 
-First in, first out within a priority. One `step` of the loop does at most one prompt chunk and one round of all
-decoding sequences, so a long prompt never holds a running stream up for more than one chunk.
+First in, first out within a priority. One `step` of the loop reads prompts for at most as long as one chunk takes and
+does one round of all decoding sequences, so a long prompt never holds a running stream up for more than one chunk.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Scheduler:
         self._sweep()
         self._admit()
         if self._prefilling:
-            self._chunk()
+            self._read()
         if self._decoding:
             self._round()
         return bool(self._prefilling or self._decoding or self._waiting)
@@ -251,11 +251,26 @@ class Scheduler:
         with self._lock:
             self._waiting = [entry for entry in self._waiting if entry[0] is not session]
 
-    def _chunk(self) -> None:
-        """One chunk of one prompt; prompts take turns."""
-        sequence = self._prefilling[0]
+    def _read(self) -> None:
+        """A chunk of the prompt whose turn it is, then others as long as all of them take no longer than a whole one."""
+        left, sequence = self._runner.times.whole, self._prefilling[0]
+        while True:
+            cost = self._runner.chunk_seconds(sequence)
+            self._chunk(sequence)
+            if not self._decoding or left is None or cost is None:
+                return  # nobody waits, or it is not known how long
+            left -= cost
+            costs = ((other, self._runner.chunk_seconds(other)) for other in self._prefilling)
+            found = next((other for other, cost in costs if cost is not None and cost <= left), None)
+            if found is None:
+                return
+            sequence = found
+
+    def _chunk(self, sequence: Running) -> None:
+        """One chunk of a prompt, which then is the last in turn."""
         with self._lock:
-            self._prefilling.rotate(-1)
+            self._prefilling.remove(sequence)
+            self._prefilling.append(sequence)
         self.totals.chunks += 1
         try:
             self._runner.prefill(sequence)
