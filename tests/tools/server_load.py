@@ -1,8 +1,11 @@
 """How much the HTTP server carries: chunks a second to one client, and the lag of its event loop under many.
 
-    python -m tests.tools.server_load [--clients 64] [--rate 20] [--seconds 10] [--chunks 20000]
+    python -m tests.tools.server_load [--clients 64] [--rate 100] [--seconds 10] [--chunks 20000] [--threads]
 
-The server plays a script, so no model takes part. Clients run in a process of their own, over loopback.
+No model takes part: a token for every request in each round, from one thread, as a real engine does it; `--threads`
+takes a thread per request instead, which fight for the interpreter's lock. Clients run in a process of their own, over
+loopback; they come at once and leave at different times, for their answers differ in length. `thread_us` is the
+processor time of the loop's thread per event, which other work on the machine changes least.
 """
 
 from __future__ import annotations
@@ -40,9 +43,14 @@ async def _client(port: int, tokens: int) -> int:
     return events
 
 
+def _length(tokens: int, place: int, count: int) -> int:
+    """Tokens of one client's answer: from so many down to half of that."""
+    return tokens - tokens * place // (2 * count)
+
+
 async def _clients(port: int, count: int, tokens: int) -> dict[str, float]:
     began = time.monotonic()
-    events = await asyncio.gather(*(_client(port, tokens) for _ in range(count)))
+    events = await asyncio.gather(*(_client(port, _length(tokens, i, count)) for i in range(count)))
     return {"events": sum(events), "seconds": time.monotonic() - began}
 
 
@@ -57,21 +65,73 @@ def _run_clients(port: int, count: int, tokens: int) -> dict[str, float]:
     return dict(json.loads(done.stdout))
 
 
-class LoadedServer:
-    """A server over scripts of so many tokens a second (None: as fast as possible), and a probe on its event loop."""
+def _rounds_engine(rate: float | None) -> Any:
+    """An engine that gives every request a token in each of its rounds, so many a second, until its limit."""
+    from ninfer_core.runtime.session import Session
+    from ninfer_core.testing import Script, ScriptedEngine
 
-    def __init__(self, tokens: int, rate: float | None, burst: int) -> None:
+    class RoundsEngine(ScriptedEngine):
+        def __init__(self) -> None:
+            super().__init__(Script("x"), max_sequences=MOST_CLIENTS, context_length=1 << 20)
+            self.ending = threading.Event()
+            self.opening = self._tokenizer.encode("</think>")
+            self.token = self._tokenizer.encode("x")
+            self.rounds = threading.Thread(target=self._rounds, daemon=True)
+            self.rounds.start()
+
+        def _start_next(self) -> None:
+            with self._lock:
+                while self._waiting and len(self._running) < self._max_sequences:
+                    session = self._waiting.pop(0)[0]
+                    session.start()
+                    self._running.append(session)
+
+        def _rounds(self) -> None:
+            due = time.monotonic()
+            while not self.ending.is_set():
+                with self._lock:
+                    running = list(self._running)
+                for session in running:
+                    self._one(session)
+                due = max(due + (1 / rate if rate else 0), time.monotonic() - 1)
+                self.ending.wait(max(0.0, due - time.monotonic()) if running else 0.001)
+
+        def _one(self, session: Session) -> None:
+            if self._alive(session):
+                made = session.usage.completion_tokens
+                self._burst(session, self.token if made else [*self.opening, *self.token], None)
+            if session.ended:
+                with self._lock:
+                    self._running.remove(session)
+                    self._lock.notify_all()
+
+        def close(self, **options: Any) -> None:
+            self.ending.set()
+            self.rounds.join(10)
+            super().close(**options)
+
+    return RoundsEngine()
+
+
+class LoadedServer:
+    """A server over an engine of so many tokens a second (None: as fast as possible), and a probe on its event loop."""
+
+    def __init__(self, tokens: int, rate: float | None, threads: bool) -> None:
         import uvicorn
         from ninfer_cli.server.app import build_app
         from ninfer_cli.server.settings import ServerSettings
 
         from ninfer_core.testing import Script, ScriptedEngine
 
-        script = Script(["</think>", "x" * tokens], rate=rate, burst=burst)
-        self.engine = ScriptedEngine(script, max_sequences=MOST_CLIENTS, context_length=1 << 20)
+        script = Script(["</think>", "x" * 2 * tokens], rate=rate)
+        own = {"max_sequences": MOST_CLIENTS, "context_length": 1 << 20}
+        self.engine = ScriptedEngine(script, **own) if threads else _rounds_engine(rate)
         self.app = build_app(self.engine, ServerSettings(slots=MOST_CLIENTS))
-        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", timeout_graceful_shutdown=2))
+        self.server = uvicorn.Server(
+            uvicorn.Config(self.app, log_level="error", timeout_graceful_shutdown=2, http="h11", loop="asyncio")
+        )
         self.lags: list[float] = []
+        self.thread_time = 0.0
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
@@ -90,6 +150,7 @@ class LoadedServer:
             began = time.monotonic()
             await asyncio.sleep(0.01)
             self.lags.append(time.monotonic() - began - 0.01)
+            self.thread_time = time.thread_time()
 
     def close(self) -> None:
         """Stop everything."""
@@ -98,13 +159,14 @@ class LoadedServer:
         self.engine.close()
 
 
-def measure(clients: int, tokens: int, rate: float | None, burst: int) -> dict[str, float]:
-    """Events a second in all, and percentiles of the event loop's lag in milliseconds."""
-    server = LoadedServer(tokens, rate, burst)
+def measure(clients: int, tokens: int, rate: float | None, threads: bool = False) -> dict[str, float]:
+    """Events a second in all, processor time of the loop's thread per event, and its lag in milliseconds."""
+    server = LoadedServer(tokens, rate, threads)
     try:
         server.lags.clear()
-        found = _run_clients(server.port, clients, tokens + 16)
-        lags = sorted(server.lags)
+        before = server.thread_time
+        found = _run_clients(server.port, clients, tokens)
+        lags, spent = sorted(server.lags), server.thread_time - before
         assert not server.app.state.server.fairness.in_flight
     finally:
         server.close()
@@ -112,6 +174,7 @@ def measure(clients: int, tokens: int, rate: float | None, burst: int) -> dict[s
         "clients": clients,
         "events": found["events"],
         "events_per_second": round(found["events"] / found["seconds"], 1),
+        "thread_us": round(1e6 * spent / found["events"], 1),
         "lag_p50_ms": round(1e3 * lags[len(lags) // 2], 2),
         "lag_p99_ms": round(1e3 * lags[int(len(lags) * 0.99)], 2),
         "lag_max_ms": round(1e3 * lags[-1], 2),
@@ -123,16 +186,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, or with `--port` be the clients."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=20.0, help="tokens a second of each of them")
+    parser.add_argument("--rate", type=float, default=100.0, help="tokens a second of each of them")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--chunks", type=int, default=20_000, help="to the single client")
+    parser.add_argument("--threads", action="store_true", help="a thread per request")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given: Any = parser.parse_args(arguments)
     if given.port:
         print(json.dumps(asyncio.run(_clients(given.port, given.clients, given.chunks))))
         return
-    print(json.dumps({"one client": measure(1, given.chunks, None, 1)}))
-    many = measure(min(given.clients, MOST_CLIENTS), round(given.rate * given.seconds), given.rate, 1)
+    print(json.dumps({"one client": measure(1, given.chunks, None, True)}))
+    many = measure(min(given.clients, MOST_CLIENTS), round(given.rate * given.seconds), given.rate, given.threads)
     print(json.dumps({"many clients": many, "load": os.getloadavg()[0], "cores": os.cpu_count()}))
 
 
