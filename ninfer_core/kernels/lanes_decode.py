@@ -134,8 +134,8 @@ def places_among(rank):
 def leaders(rank, count, ROOM: tl.constexpr):
     """Mask of at most `ROOM` elements with the first `count` (<= ROOM) among them, and each one's place in it.
 
-    The count-th largest of the maxima of disjoint groups is a bound: as many elements reach it, and mostly few more. Where
-    too many do (ties), the first `count` themselves.
+    The count-th largest of the maxima of disjoint groups is a bound: as many elements reach it, and mostly few more.
+    Where too many do (ties), the first `count` themselves.
     """
     GROUPS: tl.constexpr = ROOM if rank.shape[0] > ROOM else rank.shape[0]
     tops = tl.max(tl.reshape(rank, [rank.shape[0] // GROUPS, GROUPS]), 0)

@@ -95,6 +95,37 @@ def test_windows_leave_the_bits_of_single_rows(demo):
     assert all(torch.equal(a.s[1], b.s[2]) for a, b in zip(one.gdn, other.gdn, strict=True))
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_windows_leave_the_bits_of_single_rows_where_splits_grow(demo, most):
+    """Attention splits of another length from token 64 or 128 on, in the middle of a window."""
+    work = demo[1].work
+    kept, work.most = work.most, most
+    try:
+        more = ids(120, seed=11)
+        plan = [(4, 2), (4, 4), (4, 1), (6, 6), (2, 1), (5, 5), (3, 3)] * 5
+        single, _ = play(demo, [(1, 1)] * sum(count for _, count in plan), more)
+        window, _ = play(demo, plan, more, slot=2)
+        assert torch.equal(single, window)
+    finally:
+        work.most = kept
+
+
+def test_bf16_pages_agree_with_the_torch_path(demo):
+    config, decoder, _, reference, _ = demo
+    tokens = ids(100)
+    state = FusedState(config, slots=3, pages=40, kv_dtype="bf16", max_draft=5, device=DEVICE)
+    other = State(config, slots=3, pages=40, kv_dtype="bf16", max_draft=5, device=DEVICE)
+    chunks, decoder.chunks = decoder.chunks, None
+    try:
+        hidden = decoder.prefill(state, tokens, 1, 0, TABLE)
+        again = decoder.verify(state, ids(1, 3, seed=4), [1], [100], [0], TABLE[None], [0])
+        alone = decoder.verify(state, ids(1, 3, seed=4)[:, :1], [1], [100], [0], TABLE[None], [0])
+    finally:
+        decoder.chunks = chunks
+    assert error(hidden, reference.prefill(other, tokens, 1, 0, TABLE)) < HIDDEN
+    assert torch.equal(again[:, 0], alone[:, 0])
+
+
 def test_a_copied_slot_goes_on_with_the_same_bits(demo):
     decoder = demo[1]
     more = ids(20, seed=3)
