@@ -205,7 +205,8 @@ class Usage:
 
     `drafted_tokens` were proposed by the draft head, `accepted_tokens` of them were emitted;
     `accepted_by_position[i]` counts rounds in which draft i (0-based) was accepted. `media_tokens` of the prompt stand
-    for images and videos.
+    for images and videos. The first `known_tokens` (>= `cached_tokens`) are as in what the prefix cache keeps of
+    earlier prompts: behind them this one differs, or no more is kept.
     """
 
     prompt_tokens: int = 0
@@ -217,6 +218,7 @@ class Usage:
     rounds: int = 0
     accepted_by_position: tuple[int, ...] = ()
     media_tokens: int = 0
+    known_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -335,6 +335,7 @@ def _usage_of(usage: Mapping[str, Any]) -> Usage:
         drafted_tokens=accepted + int(made.get("rejected_prediction_tokens") or 0),
         accepted_tokens=accepted,
         media_tokens=int(prompt.get("image_tokens") or 0),
+        known_tokens=int(prompt.get("known_tokens") or 0),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..state import FusedState, State
@@ -31,7 +31,7 @@ class Seat:
     """What a sequence runs with: its pages and its slot.
 
     `length`: tokens in the state. `carry`: the hidden row of the last one, which the draft layer waits for. `exact`:
-    what is there has the bits of reading it anew.
+    what is there has the bits of reading it anew. `known`: tokens that the cache knows of the prompt.
     """
 
     pages: list[int]
@@ -39,6 +39,7 @@ class Seat:
     length: int = 0
     carry: Any = None
     exact: bool = True
+    known: int = 0
 
 
 def prompt_keys(prompt: Prompt) -> list[Hashable]:
@@ -159,7 +160,7 @@ class Reuse:
             seat = Seat(pages, slot)
         if self.enabled:
             self._note(keys, match, seat, name, moved)
-        return seat
+        return replace(seat, known=max(match.common, seat.length))
 
     def _resume(self, found: Checkpoint, count: int) -> Seat | None:
         """A seat at a checkpoint: whole pages shared, the last one copied, or taken over where no page is left."""

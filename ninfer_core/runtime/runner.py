@@ -173,7 +173,7 @@ class Runner:
         seat = self.reuse.seat(keys, len(tokens) - 1, count, session.handle.id)
         if seat is None:
             return None
-        session.cached_tokens = seat.length
+        session.cached_tokens, session.known_tokens = seat.length, seat.known
         sequence = Running(session, sampler, seat.slot, seat.pages, torch.empty(0), tokens, len(tokens), keys=keys)
         try:
             sequence.ends = chunk_ends(prompt.cuts, len(tokens), self.chunk)

@@ -252,7 +252,7 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[0] is not session]
 
     def _read(self) -> None:
-        """A chunk of the prompt whose turn it is, then others as long as all of them take no longer than a whole one."""
+        """A chunk of the prompt whose turn it is, then others while all together take no longer than a whole one."""
         left, sequence = self._runner.times.whole, self._prefilling[0]
         while True:
             cost = self._runner.chunk_seconds(sequence)

@@ -115,7 +115,7 @@ class Session:
         self.limit = limit
         self.seed = seed
         self.completion_tokens = 0
-        self.cached_tokens = 0
+        self.cached_tokens = self.known_tokens = 0
         self.forced: list[int] = []
         self.outcome: FinishReason | None = None
         self._machine = machine
@@ -226,6 +226,7 @@ class Session:
             rounds=self._rounds,
             accepted_by_position=tuple(self._by_position),
             media_tokens=sum(stop - start for item in self.prompt.media for start, stop in item.spans),
+            known_tokens=self.known_tokens,
         )
 
     @property

@@ -278,6 +278,25 @@ def test_side_requests_do_not_push_a_conversation_out():
     assert made == answer(more, 4) and usage.cached_tokens >= 0.95 * 20_000
 
 
+@pytest.mark.parametrize("blocks", [0, 400])
+def test_a_second_turn_behind_a_small_side_request_reads_what_is_new(blocks):
+    """20,000 tokens, a title for them in 53, and the next turn: with host memory also after the device was swept."""
+    machine = Machine(pages=340 if blocks else 400, checkpoints=4, slots=1, chunk=256, blocks=blocks)
+    talk = text(20_000)
+    _, first = machine.ask(talk, 30)
+    title, side = machine.ask(text(53, seed=8), 12)
+    assert title == answer(text(53, seed=8), 12) and side.cached_tokens == 0 == first.cached_tokens
+    if blocks:
+        machine.ask(text(20_400, seed=5), 4)
+        assert machine.reuse.cache.match(talk, len(talk)).checkpoint is None
+    more = (*talk, *answer(talk, 30), *text(80, seed=4))
+    made, usage = machine.ask(more, 12)
+    assert made == answer(more, 12)
+    assert usage.cached_tokens >= 0.95 * 20_000 and usage.known_tokens >= usage.cached_tokens
+    assert machine.scheduler.stats()["host_restored"] == bool(blocks)
+    machine.audit()
+
+
 def test_cached_pages_make_room_before_a_request_is_refused():
     machine = Machine(pages=10, checkpoints=8, slots=2)
     for i in range(6):
@@ -408,7 +427,8 @@ def test_the_log_says_where_a_prompt_differs(caplog):
     after[100] = encode("Z")[0]
     with caplog.at_level(logging.INFO, "ninfer.engine"):
         machine.ask(before, 2)
-        machine.ask(after, 2)
+        _, usage = machine.ask(after, 2)
+    assert usage.known_tokens == 100 and usage.cached_tokens == 0
     line = caplog.messages[-1]
     assert f"0 of {len(after)} prompt tokens from the cache" in line and "the first 100 are known" in line
     seen = FRONTEND.tokenizer.decode(before[88:100])

@@ -147,6 +147,22 @@ def test_eight_at_once_with_cache_and_drafts_equal_their_solo_runs():
         assert_free(engine)
 
 
+@pytest.mark.parametrize("moe", [True, False])
+def test_a_second_turn_behind_a_small_side_request(moe):
+    """2,000 tokens, a side request of 53, the next turn: 95 % of the first prompt are not read again, to the same bits."""
+    talk = text(2000)
+    turns = [request(talk, seed=3, tokens=6), request((*talk, *text(60, seed=9)), seed=4, tokens=6)]
+    options = {"context": 4096, "context_length": 2304, "max_sequences": 1, "draft_tokens": 1}
+    with tiny_engine(moe, prefix_cache=False, **options) as engine:
+        expected = [run(engine, made)[0] for made in turns]
+    with tiny_engine(moe, cache_answers=False, **options) as engine:
+        assert run(engine, turns[0])[0] == expected[0]
+        assert run(engine, request(text(53, seed=7), tokens=5))[1].cached_tokens == 0
+        again, usage = run(engine, turns[1])
+        assert again == expected[1]
+        assert usage.cached_tokens >= 0.95 * len(talk) and usage.known_tokens >= usage.cached_tokens
+
+
 def test_usage_and_counts():
     with tiny_engine(max_sequences=2) as engine:
         run(engine, request(text(200)))

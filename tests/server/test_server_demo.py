@@ -17,6 +17,7 @@ from ninfer_cli.server.settings import ServerSettings
 
 from ninfer_core.engine import Engine
 from ninfer_core.store import demo_path
+from ninfer_core.wire import _usage_of as usage_of
 from tests.serving import serving
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -152,12 +153,10 @@ def test_a_gap_is_filled_between_prompt_and_suffix(demo: tuple[str, Engine]) -> 
 def test_gauges_of_the_prefix_cache(demo: tuple[str, Engine]) -> None:
     url, engine = demo
     body = {"messages": [{"role": "user", "content": "Count. " * 60}], "max_tokens": 2, "temperature": 0}
-    cached = [
-        httpx.post(url + "/v1/chat/completions", json=body, timeout=60).json()["usage"]["prompt_tokens_details"][
-            "cached_tokens"
-        ]
-        for _ in range(2)
-    ]
+    usage = [httpx.post(url + "/v1/chat/completions", json=body, timeout=60).json()["usage"] for _ in range(2)]
+    cached = [found["prompt_tokens_details"]["cached_tokens"] for found in usage]
+    assert usage[1]["prompt_tokens_details"]["known_tokens"] >= cached[1]
+    assert usage_of(usage[1]).known_tokens == usage[1]["prompt_tokens_details"]["known_tokens"]
     found = {}
     for line in httpx.get(url + "/metrics").text.splitlines():
         if line.startswith("ninfer:"):

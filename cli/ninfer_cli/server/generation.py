@@ -165,6 +165,7 @@ def merged_usage(finished: Iterable[Finish | Completion], choices: int | None = 
         accepted_tokens=sum(usage.accepted_tokens for usage in items),
         rounds=sum(usage.rounds for usage in items),
         media_tokens=sum(usage.media_tokens for usage in prompts),
+        known_tokens=sum(usage.known_tokens for usage in prompts),
     )
 
 

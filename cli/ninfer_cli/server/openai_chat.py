@@ -110,12 +110,12 @@ def end_fields(end: Finish | Completion) -> dict[str, Any]:
 
 def usage_of(usage: Usage) -> dict[str, Any]:
     """`usage` of chat and completions."""
-    media = {"image_tokens": usage.media_tokens} if usage.media_tokens else {}
+    more = {"image_tokens": usage.media_tokens, "known_tokens": usage.known_tokens}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **media},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens} | {k: n for k, n in more.items() if n},
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
             "accepted_prediction_tokens": usage.accepted_tokens,

@@ -78,7 +78,7 @@ def entry(record: RequestRecord, status: int) -> dict[str, Any]:
     if record.usage is not None:
         usage = record.usage
         line |= {"cached_tokens": usage.cached_tokens, "completion_tokens": usage.completion_tokens}
-        line["reasoning_tokens"] = usage.reasoning_tokens
+        line |= {"known_tokens": usage.known_tokens, "reasoning_tokens": usage.reasoning_tokens}
     if record.first_event is not None:
         line["first_token_ms"] = round((record.first_event - record.arrived) * 1e3, 1)
     if record.outcome is not None:
