@@ -86,7 +86,7 @@ class LoadedModel:
             answers=answers,
             describe=describe,
         )
-        return Runner(
+        made = Runner(
             self.decoder,
             self.mtp,
             self.state,
@@ -99,6 +99,10 @@ class LoadedModel:
             tower=self.tower,
             lanes=self.lanes,
         )
+        chunks = getattr(self.decoder, "chunks", None)
+        if chunks is not None:
+            made.warming = chunks.warm()
+        return made
 
     def free(self) -> None:
         """Give a GPU's memory back now. The loop has ended: nothing runs on the model any more."""
@@ -338,6 +342,7 @@ def _around(
     lanes = DeviceRounds(
         decoder, mtp, state, slots=made.slots, pages=made.footprint.pages(made.context_length), addressable=addressable
     )
+    lanes.compile(drafts)
     return LoadedModel(decoder, mtp, state, made, device, "", drafts, 1, tower, chunk, lanes)
 
 

@@ -140,12 +140,20 @@ class Loop:
                 scheduler.suspect = True
         if scheduler.closed and not busy:
             return False
-        if busy or scheduler.suspect:
+        if busy or scheduler.suspect or self._warm():
             return True
         self._idle = True
         scheduler.wait()
         self._idle = False
         return True
+
+    def _warm(self) -> bool:
+        """A step of what makes the first prompts faster, in time that nobody else needs; False once all is done."""
+        try:
+            return next(self._runner.warming, self) is None
+        except Exception:  # what it was for does without, or fails then, where a request can be told
+            log.exception("the device could not be got ready for prompts")
+            return False
 
     def _check_health(self) -> None:
         """After a fault inside the model: make one token."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from tiny import tiny_engine
@@ -13,6 +15,7 @@ from ninfer_core.runtime.sampler import Sampler
 from ninfer_core.runtime.session import Session
 from ninfer_core.runtime.validation import SamplingParams
 from ninfer_core.types import Request
+from tests.serving import wait_for
 
 PROMPT = tuple((i * 37) % 250 for i in range(100))
 
@@ -72,6 +75,23 @@ def test_prefill_goes_by_fixed_chunks(engine, runner):
         lengths.append(sequence.length)
     assert lengths == [64, 100] and sequence.emitted == 1 and len(sequence.drafts) == 3
     runner.close(sequence)
+
+
+def test_spare_time_is_used_in_the_loops_thread(engine, caplog):
+    """One step after the other while nothing runs; a step that fails ends them, and nothing else."""
+    seen = []
+
+    def steps():
+        for _ in range(3):
+            seen.append(threading.current_thread().name)
+            yield
+        raise RuntimeError("no plan for this shape")
+
+    engine._runner.warming = steps()
+    engine._scheduler.notify()
+    assert wait_for(lambda: "no plan for this shape" in caplog.text, seconds=240)
+    assert len(seen) == 3 and all(name.startswith("ninfer-") for name in seen)
+    assert engine.submit(Request(prompt=PROMPT, max_tokens=3, ignore_eos=True)).result(240).usage.completion_tokens == 3
 
 
 def test_chunk_size_must_be_whole_blocks():
