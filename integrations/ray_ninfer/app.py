@@ -145,13 +145,22 @@ def connect(environ: Mapping[str, str]) -> None:
     check_address(address)
     try:
         ray.init(namespace="serve", log_to_driver=False, configure_logging=False)
-    except RayAuthenticationError as error:
-        raise AuthenticationError(
-            f"{where} refused this client's token: give the cluster's own in RAY_AUTH_TOKEN or as the file "
-            f"RAY_AUTH_TOKEN_PATH, with RAY_AUTH_MODE=token ({_first_line(error)})"
-        ) from error
     except Exception as error:  # Ray raises bare exceptions too, say for a node that was too slow to start
+        if _unauthenticated(error):
+            raise AuthenticationError(
+                f"{where} refused this client's token: give the cluster's own in RAY_AUTH_TOKEN or as the file "
+                "RAY_AUTH_TOKEN_PATH, with RAY_AUTH_MODE=token"
+            ) from error
         raise ServerUnreachableError(f"{where} could not be used: {_first_line(error)}") from error
+
+
+def _unauthenticated(error: BaseException | None) -> bool:
+    """Whether a token was the cause, which Ray may say only in the text of a cause that is a traceback."""
+    while error is not None:
+        if isinstance(error, RayAuthenticationError) or "AuthenticationError" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _first_line(error: Exception) -> str:
