@@ -23,11 +23,27 @@ from typing import Any, TypeVar
 
 import httpx
 
-from .errors import EngineClosedError, InvalidRequestError, NinferError, RequestTimeoutError, ServerUnreachableError
+from .errors import (
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    NinferError,
+    RequestTimeoutError,
+    ServerUnreachableError,
+)
 from .runtime.handle import RequestHandle
 from .runtime.interface import EngineInterface, Prompt, make_request, model_profile
 from .types import Finish, Request, Tool, Usage
-from .wire import ChatReader, TextReader, check_address, decode_error, messages_body, request_body, tool_body
+from .wire import (
+    ChatReader,
+    TextReader,
+    check_address,
+    decode_error,
+    json_object,
+    messages_body,
+    request_body,
+    tool_body,
+)
 
 T = TypeVar("T")
 
@@ -158,7 +174,10 @@ class Client(EngineInterface):
 
     def _entries(self) -> list[dict[str, Any]]:
         if self._link.models is None:
-            self._link.models = list(self._get("/v1/models")["data"])
+            entries = self._get("/v1/models").get("data")
+            if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+                raise EngineError(f"{self.base_url} lists no models; is this the address of a ninfer server?")
+            self._link.models = entries
         return self._link.models
 
     @property
@@ -168,19 +187,27 @@ class Client(EngineInterface):
 
     @property
     def context_length(self) -> int:
-        """The served context (asked once)."""
-        return int(self._entries()[0]["max_model_len"])
+        """The served context (asked once).
+
+        Raises:
+            EngineError: a server of another kind, which does not say.
+        """
+        self._entries()
+        if self.known_context is None:
+            raise EngineError(f"{self.base_url} does not say how long its context is (max_model_len)")
+        return self.known_context
 
     @property
     def known_context(self) -> int | None:
         """The served context if it was asked for before; never asks."""
-        return int(self._link.models[0]["max_model_len"]) if self._link.models else None
+        length = self._link.models[0].get("max_model_len") if self._link.models else None
+        return length if isinstance(length, int) else None
 
     @property
     def profile(self) -> dict[str, Any]:
         """Capabilities as far as the server tells them (asked once)."""
-        inputs = self._entries()[0].get("architecture", {}).get("input_modalities", ["text"])
-        return model_profile(self.model or self.served_names[0], self.context_length, vision="image" in inputs)
+        inputs = (self._entries()[0].get("architecture") or {}).get("input_modalities") or ["text"]
+        return model_profile(self.model or self.served_names[0], self.known_context, vision="image" in inputs)
 
     @property
     def state(self) -> str:
@@ -311,7 +338,7 @@ class Client(EngineInterface):
             raise self._unreachable(error) from error
         if answer.status_code != 200:
             raise decode_error(answer.status_code, answer.content, answer.headers)
-        return dict(answer.json())
+        return json_object(answer.content, f"the answer to {path}")
 
     def _unreachable(self, error: httpx.HTTPError) -> ServerUnreachableError:
         return ServerUnreachableError(

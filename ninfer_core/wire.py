@@ -202,6 +202,22 @@ def _part_body(part: Text | Image | Video) -> dict[str, Any]:
 # --- answers -----------------------------------------------------------------------------------------------------
 
 
+def json_object(data: bytes, what: str) -> dict[str, Any]:
+    """The JSON object that a server sent.
+
+    Raises:
+        EngineError: it sent something else.
+    """
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        text = data[:80].decode(errors="replace")
+        raise EngineError(f"{what} is no JSON object but {text!r}; is this the address of a ninfer server?")
+    return found
+
+
 class ChatReader:
     """Lines of a chat stream to events. `done` after the end mark; then the last event was `Finish`."""
 
@@ -230,7 +246,7 @@ class ChatReader:
         if data == b"[DONE]":
             self.done = True
             return [*self._end_call(self._reason != "length"), self._finish()]
-        chunk = json.loads(data)
+        chunk = json_object(data, "a line of the stream")
         if "error" in chunk:
             raise error_of(0, chunk["error"], {})
         self._totals(chunk)

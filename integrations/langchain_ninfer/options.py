@@ -61,14 +61,18 @@ def to_tool(value: Any, strict: bool | None = None) -> dict[str, Any]:
             "object or a schema",
             param="tools",
         )
-    return made
+    return _named(made)
+
+
+def _named(tool: Mapping[str, Any]) -> Any:
+    if not isinstance(tool["function"].get("name"), str):
+        raise InvalidRequestError(f"tools: {str(tool)[:80]!r} has no function name", param="tools")
+    return tool
 
 
 def _neutral_tool(value: Any) -> Tool:
     made = value if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping) else to_tool(value)
-    function = made["function"]
-    if not isinstance(function.get("name"), str):
-        raise InvalidRequestError(f"tools: {str(made)[:80]!r} has no function name", param="tools")
+    function = _named(made)["function"]
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     strict = function.get("strict") is True
     return Tool(function["name"], function.get("description") or "", parameters, strict=strict, raw=dict(made))

@@ -102,3 +102,33 @@ async def test_llama_index_chunks_that_hold_thinking_alone() -> None:
         assert responses[-1].message == whole.message
     thought, answer = whole.message.blocks
     assert isinstance(thought, ThinkingBlock) and (thought.content, answer.text) == ("hm ok", "4")
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+async def test_text_behind_calls_and_the_calls_survive_merging(version: str) -> None:
+    """Core numbers blocks from 0 and merges equal numbers: calls that count from 0 vanish from the blocks, or text does."""
+
+    def call(index: int, **part: Any) -> dict[str, Any]:
+        return {"tool_calls": [{"index": index, **part}]}
+
+    server = Server(
+        {"reasoning_content": "hm"},
+        {"content": "A"},
+        {"content": "B"},
+        call(0, id="c1", function={"name": "add", "arguments": ""}),
+        call(0, function={"arguments": '{"a": 1, "b": 2}'}),
+        call(1, id="c2", function={"name": "add", "arguments": '{"a": 3, "b": 4}'}),
+        {"content": "C"},
+    )
+    model = over(server, ChatNInfer, output_version=version).bind_tools([add])
+    total, *others = [chunk async for chunk in model.astream("hi")]
+    for chunk in others:
+        total += chunk
+    blocks = [
+        (block["type"], block.get("text") or block.get("id") or block.get("reasoning"))
+        for block in total.content_blocks
+    ]
+    calls = [("tool_call", "c1"), ("tool_call", "c2")]
+    text = [("text", "AB"), *calls, ("text", "C")] if version == "v1" else [("text", "ABC"), *calls]
+    assert blocks == [("reasoning", "hm"), *text]
+    assert [entry["args"] for entry in total.tool_calls] == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]

@@ -11,6 +11,7 @@ import together, and core stays when ninfer goes.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -26,12 +27,15 @@ from .packages import ROOT, build, run
 FRAMEWORKS = {"langchain": "langchain-core", "llama-index": "llama-index-core"}
 """Extra of the wheel, and the package whose range it states."""
 TESTS = [
+    "test_adapter_breakage.py",
     "test_foreign_servers.py",
     "test_langchain.py",
+    "test_langchain_contract.py",
     "test_langchain_runnables.py",
     "test_langchain_unit.py",
     "test_llama_index.py",
     "test_llama_index_agents.py",
+    "test_llama_index_contract.py",
     "test_media.py",
 ]
 """Those of tests/integrations that need neither langchain's agents nor long generations."""
@@ -76,10 +80,11 @@ def attempt(end: str, wheel: Path, place: Path) -> bool:
         work = Path(name)
         shutil.copytree(ROOT / "tests", work / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", work)
-        # -P: nothing but what is installed answers an import.
+        # -P: nothing but what is installed answers an import; the copied tests find each other by this path.
         files = [f"tests/integrations/{name}" for name in TESTS]
         command = [interpreter, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+        environ = {**os.environ, "PYTHONPATH": str(work)}
+        done = subprocess.run(command, cwd=work, env=environ, capture_output=True, text=True, check=False)
     said = run(interpreter, "-m", "pip", "freeze", cwd=place)
     versions = [line for line in said.splitlines() if line.startswith(tuple(f"{p}==" for p in FRAMEWORKS.values()))]
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")

@@ -166,7 +166,7 @@ class NInfer(FunctionCallingLLM):
         engine = self._engine()
         if hasattr(engine, "load"):
             engine.load()
-        engine.context_length  # noqa: B018 - a client remembers what the server says
+        engine.profile  # noqa: B018 - a client remembers what the server says
         return self
 
     async def aload(self) -> NInfer:
@@ -174,7 +174,7 @@ class NInfer(FunctionCallingLLM):
         engine = self._engine()
         if hasattr(engine, "aload"):
             await engine.aload()
-        engine.context_length  # noqa: B018
+        engine.profile  # noqa: B018
         return self
 
     def close(self) -> None:
