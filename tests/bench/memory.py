@@ -1,8 +1,8 @@
 """Loading and memory on one GPU: GB/s from file to kernel order, what is given back, and 262,144 tokens under a cap.
 
-    python tests/bench/memory.py make FILE [--model 35b-a3b]     a .ninfer file of the published layout, random payload
-    python tests/bench/memory.py load FILE [--json OUT]          load, free, load again; every failure, and what is left
-    python tests/bench/memory.py fit [--model 27b] [--cap 31.5]  the full context within so many GB of device memory
+    python -m tests.bench.memory make FILE [--model 35b]     a .ninfer file of the published layout, random payload
+    python -m tests.bench.memory load FILE                   load, free, load again; every failure, and what is left
+    python -m tests.bench.memory fit [--model 27b] [--cap 31.5]  the full context within so many GB of device memory
 
 Driver memory is what `cudaMemGetInfo` says; it is compared with its value before anything was loaded.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -20,37 +19,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import numpy as np
 import torch
 
 from ninfer_core import packed
 from ninfer_core.artifact import Artifact
+from ninfer_core.benchmarks.harness import Method, one_run
+from ninfer_core.benchmarks.subject import RandomSubject, Target
 from ninfer_core.cards import cards
-from ninfer_core.config import PUBLISHED, ModelConfig
 from ninfer_core.container import plan_directory
 from ninfer_core.errors import ContentError, GeometryError, MemoryPlanError
-from ninfer_core.footprint import fused_footprint
+from ninfer_core.footprint import RESERVE
 from ninfer_core.inventory import FRONTEND, TOKEN_IDS, inventory
 from ninfer_core.kernels._order import from_kernel_order
 from ninfer_core.quant import unpack
-from ninfer_core.runtime.options import EngineOptions
-from ninfer_core.runtime.planning import RESERVE, plan
-from ninfer_core.state import FusedState
+from tests.bench.common import MODELS, Record, config_of, parser_of
 
 BLOCK = (64 << 20) + 4096 + 17
 """Bytes of the random block that payloads are cut from; not a power of two, so that no two planes are equal."""
 
 
-def config_of(model: str) -> ModelConfig:
-    """A published configuration by its short or full name."""
-    return PUBLISHED[model if model in PUBLISHED else f"qwen3.6-{model}"]
-
-
 def make(path: Path, model: str) -> None:
     """Write a file that opens as the published one does, with random bits instead of weights."""
-    config = config_of(model)
+    config = config_of(model, False)
     tensors = inventory(config)
     directory, prefix = plan_directory(config.model_id, {f"frontend/{name}": 64 for name in FRONTEND}, tensors)
     block = np.random.default_rng(0).integers(0, 256, BLOCK, dtype=np.uint8)
@@ -75,21 +66,6 @@ def used() -> int:
     """Bytes in use on the device, by the driver."""
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-class Report:
-    """Figures by name, written after each one."""
-
-    def __init__(self, path: str | None) -> None:
-        self.values: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        self._path = path
-
-    def add(self, name: str, value: Any) -> None:
-        """Print and keep one figure."""
-        self.values[name] = value
-        print(f"{name:<44} {value}", flush=True)
-        if self._path:
-            Path(self._path).write_text(json.dumps(self.values, indent=1) + "\n")
 
 
 def timed_load(path: Path, **options: Any) -> tuple[packed.PackedWeights, float, float]:
@@ -126,16 +102,16 @@ def compare(path: Path, weights: packed.PackedWeights) -> int:
     return count
 
 
-def failing(report: Report, name: str, error: type[BaseException], base: int, run: Callable[[], object]) -> None:
+def failing(record: Record, name: str, error: type[BaseException], base: int, run: Callable[[], object]) -> None:
     """Run something that must fail, and report the message and what is left on the device."""
     try:
         run()
     except error as caught:
         left = used() - base  # with the error alive, which refers to the frames that failed
-        report.add(f"{name}: bytes left", left)
-        report.add(f"{name}: message", str(caught)[:200])
+        record.add(f"{name}: bytes left", left)
+        record.add(f"{name}: message", str(caught)[:200])
     else:
-        report.add(f"{name}: FAILED, no error", 0)
+        record.add(f"{name}: FAILED, no error", 0)
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -157,9 +133,8 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def load(path: Path, out: str | None) -> None:
+def load(path: Path, record: Record) -> None:
     """Speed, equality, and what every kind of failure leaves behind."""
-    report = Report(out)
     torch.zeros(1, device="cuda").add_(1)
     from ninfer_core.kernels._order import to_kernel_order
 
@@ -167,40 +142,41 @@ def load(path: Path, out: str | None) -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     base = used()
-    report.add("cores", os.cpu_count())
-    report.add("file bytes", path.stat().st_size)
+    record.add("cores", os.cpu_count())
+    record.add("file bytes", path.stat().st_size)
     for threads in (None, None, 4, 8, 16):
         weights, seconds, rate = timed_load(path, threads=threads)
         name = f"load, {threads or 'default'} threads"
-        report.add(name, f"{seconds:.2f} s, {rate:.2f} GB/s")
-        report.add("weights, bytes over plan on the driver", used() - base - weights.nbytes)
-        report.add("peak of the allocator over the weights", torch.cuda.max_memory_allocated() - weights.nbytes)
-        if threads is None and "matrices equal" not in report.values:
-            report.add("matrices equal", compare(path, weights))
+        name += ", again" * (name in record.values)
+        record.add(name, {"seconds": seconds, "GB/s": rate})
+        record.add("weights, bytes over plan on the driver", used() - base - weights.nbytes)
+        record.add("peak of the allocator over the weights", torch.cuda.max_memory_allocated() - weights.nbytes)
+        if threads is None and "matrices equal" not in record.values:
+            record.add("matrices equal", compare(path, weights))
         weights.free()
         torch.cuda.empty_cache()
-        report.add("bytes left after free", used() - base)
-    failures(report, path, base)
+        record.add("bytes left after free", used() - base)
+    failures(record, path, base)
 
 
-def failures(report: Report, path: Path, base: int) -> None:
+def failures(record: Record, path: Path, base: int) -> None:
     """Interrupted, changed, cut off, too little memory, killed; the file is damaged by the last ones."""
     stamp = path.stat()
     half = at_share(0.5, interrupt)
-    failing(report, "Ctrl-C at half", KeyboardInterrupt, base, lambda: timed_load(path, progress=half))
+    failing(record, "Ctrl-C at half", KeyboardInterrupt, base, lambda: timed_load(path, progress=half))
     share = (used() + 8e9) / torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(share)
-    failing(report, "too little memory", MemoryPlanError, base, lambda: timed_load(path))
+    failing(record, "too little memory", MemoryPlanError, base, lambda: timed_load(path))
     torch.cuda.set_per_process_memory_fraction(1.0)
-    killed(report, path, base)
+    killed(record, path, base)
     touch = at_share(0.5, lambda: os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1)))
-    failing(report, "touched at half", ContentError, base, lambda: timed_load(path, progress=touch))
+    failing(record, "touched at half", ContentError, base, lambda: timed_load(path, progress=touch))
     cut = at_share(0.3, lambda: os.truncate(path, stamp.st_size // 2))
-    failing(report, "cut off at a third", GeometryError, base, lambda: timed_load(path, progress=cut))
-    report.add("bytes left at the end", used() - base)
+    failing(record, "cut off at a third", GeometryError, base, lambda: timed_load(path, progress=cut))
+    record.add("bytes left at the end", used() - base)
 
 
-def killed(report: Report, path: Path, base: int) -> None:
+def killed(record: Record, path: Path, base: int) -> None:
     """SIGKILL to a process at half of its load; the driver must have everything back soon after."""
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, '.')\n"
@@ -212,99 +188,96 @@ def killed(report: Report, path: Path, base: int) -> None:
     )
     assert child.stdout is not None
     child.stdout.readline()
-    report.add("killed at half: bytes of the process before", used() - base)
+    record.add("killed at half: bytes of the process before", used() - base)
     child.kill()
     child.wait()
     for _ in range(50):
         if used() - base < 1 << 20:
             break
         time.sleep(0.1)
-    report.add("killed at half: bytes left", used() - base)
+    record.add("killed at half: bytes left", used() - base)
 
 
-def fit(model: str, cap: float, out: str | None) -> None:
+def fit(model: str, cap: float, record: Record, tiny: bool) -> None:
     """One sequence of the model's full context with drafts, planned and run within `cap` GB, the driver's own included.
 
-    Random weights in the published formats. A round of four rows runs at the end of the context, as one graph.
+    Random weights in the published formats behind the engine's own loading, plan and runner. A prompt that leaves room
+    for the answer is made of copied pages; its last chunk and an answer with drafts run at the end of the context.
     """
-    before = cards()[0].free
-    torch.zeros(1, device="cuda").add_(1)
+    device = "cpu" if tiny else "cuda"
+    before, context, options = 0, 0, {}
+    if not tiny:
+        before = cards()[0].free
+        torch.zeros(1, device="cuda").add_(1)
+        torch.cuda.synchronize()
+        context = before - cards()[0].free
+        budget = int(cap * 1e9) - context - RESERVE
+        torch.cuda.set_per_process_memory_fraction((budget + RESERVE) / torch.cuda.mem_get_info()[1])
+        options = {"memory": budget}
+    shape = "demo" if tiny else "35b-a3b" if model == "35b" else model
+    target = Target(random=shape, device=device, options=options)
+    subject = RandomSubject(target, draft_tokens=3, max_sequences=1, context=None)
+    try:
+        made = subject.plan
+        print(made.table(), flush=True)
+        record.add(f"{model}: context of the plan", made.context_length)
+        record.add(f"{model}: prompt chunk of the plan", made.footprint.chunk)
+        record.add(f"{model}: driver, before anything", context)
+        tokens = 16 if tiny else 128
+        run = one_run(subject, made.context_length - tokens - 8, Method(tokens=tokens), 1, copy=True)
+        record.add(f"{model}: tok/s at the end of the context", run.decode_rate)
+        last_chunk(subject, record, model)
+        record.add(f"{model}: planned", made.nbytes)
+    finally:
+        if not tiny:
+            peaks(record, model, before, cap)
+        subject.release()
+
+
+def last_chunk(subject: RandomSubject, record: Record, model: str) -> None:
+    """A whole chunk of prompt that ends where the context does, with its rows of the draft layer."""
+    runner, made = subject.runner, subject.plan
+    rows = min(made.footprint.chunk, made.context_length)
+    tokens = torch.randint(0, subject.addressable, (rows,), device=subject.device)
+    table = torch.arange(made.footprint.pages(made.context_length), device=subject.device)
+    start = made.context_length - rows
+    with torch.inference_mode():
+        began = time.perf_counter()
+        hidden = runner._decoder.prefill(runner.reuse._state, tokens, 0, start, table)
+        runner._rounds._mtp.prefill(runner.reuse._state, tokens, hidden, start, table)
+        record.add(f"{model}: the last chunk, finite", bool(hidden.isfinite().all()))
+    record.add(f"{model}: ms of the last chunk, plans made within", (time.perf_counter() - began) * 1e3)
+
+
+def peaks(record: Record, model: str, before: int, cap: float) -> None:
+    """What the allocator and the driver say of this process."""
     torch.cuda.synchronize()
-    report = Report(out)
-    context = before - cards()[0].free
-    budget = int(cap * 1e9) - context - RESERVE
-    torch.cuda.set_per_process_memory_fraction((budget + RESERVE) / torch.cuda.mem_get_info()[1])
-    config = config_of(model)
-    footprint = fused_footprint(config, inventory(config), drafts=3)
-    made = plan(config, EngineOptions(model=model, max_sequences=1, draft_tokens=3), footprint, budget=budget)
-    print(made.table(), flush=True)
-    report.add(f"{model}: context of the plan", made.context_length)
-    report.add(f"{model}: driver, before anything", context)
-    weights = packed.random_packed(config, device="cuda")
-    state = FusedState(config, slots=made.slots + made.checkpoints, pages=made.pages, device="cuda")
-    state.kv_codes.random_(-127, 128)
-    state.kv_scales.fill_(0.02)
-    run_rounds(weights, state, config, made.context_length, report, model)
-    torch.cuda.synchronize()
-    report.add(f"{model}: planned", made.nbytes)
-    report.add(f"{model}: allocator, peak in use", torch.cuda.max_memory_allocated())
-    report.add(f"{model}: allocator, peak reserved", torch.cuda.max_memory_reserved())
+    record.add(f"{model}: allocator, peak in use", torch.cuda.max_memory_allocated())
+    record.add(f"{model}: allocator, peak reserved", torch.cuda.max_memory_reserved())
     used_bytes = before - cards()[0].free
-    report.add(f"{model}: driver, all of the process", used_bytes)
-    report.add(f"{model}: within {cap} GB", used_bytes <= cap * 1e9)
+    record.add(f"{model}: driver, all of the process", used_bytes)
+    record.add(f"{model}: within {cap} GB", used_bytes <= cap * 1e9)
 
 
-def run_rounds(
-    weights: packed.PackedWeights, state: FusedState, config: ModelConfig, context: int, report: Report, model: str
-) -> None:
-    """Verify calls of four rows at the end of the context, captured and replayed, with the logits of all rows."""
-    from ninfer_core.model.fused import FusedDecoder
-
-    decoder = FusedDecoder(weights, config, context=context)
-    tokens = torch.tensor([[17, 23, 42, 99]], device="cuda", dtype=torch.int32)
-    pages = torch.arange(-(-(context + 3) // 64), device="cuda", dtype=torch.int32)[None]
-    call = decoder.call(tokens, [0], [context - 4], [0], pages, [0])
-
-    def step() -> torch.Tensor:
-        hidden = decoder.forward(state, call)
-        decoder.choose(4, config.vocab_size)
-        return hidden
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        hidden = step()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    for _ in range(5):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    report.add(f"{model}: ms of a four-row round at the end", start.elapsed_time(end) / 5)
-    rows = torch.nn.functional.normalize(hidden, dim=-1)
-    report.add(f"{model}: hidden std and likeness of two rows", f"{hidden.std():.3f}, {rows[0] @ rows[1]:.3f}")
-
-
-def main() -> None:
+def main() -> int:
     """See the module docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser: argparse.ArgumentParser = parser_of(__doc__)
     parser.add_argument("part", choices=("make", "load", "fit"))
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--cap", type=float, default=31.5, help="GB of device memory")
-    parser.add_argument("--model", default="35b-a3b")
-    parser.add_argument("--json")
+    parser.add_argument("--model", choices=MODELS, default="35b")
     options = parser.parse_args()
+    record = Record(options.json, "cpu" if options.tiny else "cuda")
     if options.part == "fit":
-        fit(options.model, options.cap, options.json)
+        fit(options.model, options.cap, record, options.tiny)
     elif options.file is None:
         parser.error(f"{options.part} needs FILE")
     elif options.part == "make":
         make(options.file, options.model)
     else:
-        load(options.file, options.json)
+        load(options.file, record)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,22 +1,19 @@
-"""Logits of full-size random models, fused path against transformers on one GPU: `python tests/bench/parity.py 35b 27b`.
+"""Logits of full-size random models, kernels against transformers on one GPU: `python -m tests.bench.parity 35b 27b`.
 
-transformers' own layers run one after the other in bf16 (or fp32) on the dequantised weights, so that a model of 70 GB
-needs the memory of one layer. Prints one JSON line a model: relative error of the logits, top-1 agreement, KL.
+transformers' own layers run one after the other in fp32 and bf16 on the dequantised weights, so that a model of 70 GB
+needs the memory of one layer. For the kernels of rounds, whose activations are int8, and for those of prompts (bf16):
+relative error of the logits, top-1 agreement, KL; and the same between the two, the effect of the int8 activations.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
 
-from ninfer_core.config import PUBLISHED, ModelConfig
+from ninfer_core.config import ModelConfig
 from ninfer_core.packed import (
     PackedAttention,
     PackedGdn,
@@ -26,8 +23,7 @@ from ninfer_core.packed import (
     dequantize,
     random_packed,
 )
-
-MODELS = {"35b": "qwen3.6-35b-a3b", "27b": "qwen3.6-27b"}
+from tests.bench.common import MODELS, Record, compare, config_of, device_of, parser_of, recipe_of
 
 
 def transformers_module(config: ModelConfig):
@@ -164,13 +160,16 @@ def table_rows(table, tokens: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def fused_logits(weights: PackedWeights, config: ModelConfig, tokens: Tensor) -> Tensor:
-    """Logits [T, V] fp32 of the decode kernels, eight rows a call."""
+def fused_logits(weights: PackedWeights, config: ModelConfig, tokens: Tensor, chunks: bool) -> Tensor:
+    """Logits [T, V] fp32 of the kernels: of rounds, eight rows a call, or those of prompts, in one chunk."""
     from ninfer_core.model.fused import FusedDecoder
+    from ninfer_core.model.fused_prefill import FusedPrefill
     from ninfer_core.state import FusedState
 
-    decoder = FusedDecoder(weights, config, context=tokens.shape[0])
-    pages = -(-tokens.shape[0] // 64)
+    count = tokens.shape[0]
+    reader = FusedPrefill(weights, config, rows=count, context=count) if chunks else None
+    decoder = FusedDecoder(weights, config, context=count, chunks=reader)
+    pages = -(-count // 64)
     state = FusedState(config, slots=1, pages=pages, device=tokens.device)
     hidden = decoder.prefill(state, tokens, 0, 0, list(range(pages)))
     return torch.cat([decoder.logits(part).clone() for part in hidden.split(64)])
@@ -191,45 +190,40 @@ def soften(weights: PackedWeights, share: float) -> None:
                 part.mul_(share)
 
 
-def compare(got: Tensor, want: Tensor) -> dict[str, float]:
-    """Relative error, top-1 agreement, mean KL."""
-    p, q = want.double().log_softmax(-1), got.double().log_softmax(-1)
-    return {
-        "relative_error": ((got.double() - want.double()).norm() / want.double().norm()).item(),
-        "top1": (got.argmax(-1) == want.argmax(-1)).double().mean().item(),
-        "kl": (p.exp() * (p - q)).sum(-1).mean().item(),
-    }
+def measure(record: Record, model: str, options: argparse.Namespace, device: str) -> None:
+    """All comparisons of one model."""
+    config, count = config_of(model, options.tiny), 3 if options.tiny else options.tokens
+    weights = random_packed(config, seed=options.seed, device=device, recipe=recipe_of(options.tiny))
+    soften(weights, options.share)
+    generator = torch.Generator(device).manual_seed(options.seed)
+    tokens = torch.randint(0, min(248_000, config.vocab_size), (count,), device=device, generator=generator)
+    rows, chunk = (fused_logits(weights, config, tokens, chunks) for chunks in (False, True))
+    record.add(f"{model}: share of a layer", options.share)
+    record.add(f"{model}: kernels of rounds against those of prompts", compare(rows, chunk))
+    exact = transformers_logits(weights, config, tokens, torch.float32)
+    record.add(f"{model}: kernels of rounds against transformers fp32", compare(rows, exact))
+    record.add(f"{model}: kernels of prompts against transformers fp32", compare(chunk, exact))
+    half = transformers_logits(weights, config, tokens, torch.bfloat16)
+    record.add(f"{model}: kernels of rounds against transformers bf16", compare(rows, half))
+    record.add(f"{model}: transformers bf16 against its fp32", compare(half, exact))
 
 
-def main() -> None:
+def main() -> int:
     """Compare the models named."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", default=["35b"], choices=sorted(MODELS))
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=0.125, help="what a layer adds, against the stream it adds to")
     options = parser.parse_args()
-    for name in options.models:
-        config = PUBLISHED[MODELS[name]]
-        weights = random_packed(config, seed=options.seed, device="cuda")
-        soften(weights, options.share)
-        generator = torch.Generator("cuda").manual_seed(options.seed)
-        tokens = torch.randint(0, 248_000, (options.tokens,), device="cuda", generator=generator)
-        got = fused_logits(weights, config, tokens)
-        for label, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            want = transformers_logits(weights, config, tokens, dtype)
-            print(
-                json.dumps({"model": name, "share": options.share, "transformers": label} | compare(got, want)),
-                flush=True,
-            )
-            if label == "fp32":
-                exact = want
-            else:
-                found = {"model": name, "transformers": "bf16 against fp32"} | compare(want, exact)
-                print(json.dumps(found), flush=True)
-        del weights
-        torch.cuda.empty_cache()
+    device = device_of(options)
+    record = Record(options.json, device)
+    for model in options.models:
+        measure(record, model, options, device)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,7 +8,6 @@ taking the tokens). Forced tokens are emitted without a row of their own and cou
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -28,6 +27,7 @@ from ninfer_core.runtime.grammar import Grammar, compile_plan  # noqa: E402
 from ninfer_core.runtime.sampler import allowed_ids  # noqa: E402
 from ninfer_core.runtime.vocabulary import Vocabulary  # noqa: E402
 from ninfer_core.types import Request, Tool, ToolChoice  # noqa: E402
+from tests.bench.common import Record, parser_of  # noqa: E402
 
 TEXT = "The quick brown fox, 2026-11-30: naïve café — «quotes», tabs\tand code `if x < 3: return {}`. " * 3
 LINES = "".join(f"    for item_{i} in rows[{i}:]:\n        print(f'{{item_{i}}}', end=' ')\n" for i in range(12))
@@ -128,14 +128,15 @@ def told(seconds: list[float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=20)
-    repeat = parser.parse_args().repeat
+    options = parser.parse_args()
+    repeat, record = 1 if options.tiny else options.repeat, Record(options.json, "cpu")
     files = real_vocabulary.files()
     tokenizer = Tokenizer(files["tokenizer.json"], files["tokenizer_config.json"])
     began = time.thread_time()
     vocabulary = Vocabulary.of(tokenizer, [tokenizer.id("<|im_end|>"), tokenizer.id("<|endoftext|>")])
-    print(f"vocabulary of {vocabulary.size:,} entries prepared in {time.thread_time() - began:.1f} s")
+    record.add(f"seconds to prepare {vocabulary.size:,} entries", time.thread_time() - began)
     print("microseconds per token     k  tokens forced | ahead p50      p99      max |  then p50      p99      max")
     every = {0: Times(), 3: Times()}
     for name, (request, text) in cases().items():
@@ -158,6 +159,14 @@ def main() -> int:
         print(
             f"{'all':26s} {drafts} {len(times.ahead) // repeat:7d} {'':6s} | {told(times.ahead)} | {told(times.then)}"
         )
+        for part, seconds in (("ahead", times.ahead), ("then", times.then)):
+            micros = np.array(seconds) * 1e6
+            found = {
+                "p50": float(np.median(micros)),
+                "p99": float(np.percentile(micros, 99)),
+                "max": float(micros.max()),
+            }
+            record.add(f"us a token, {drafts} drafts, {part}", found)
     return 0
 
 

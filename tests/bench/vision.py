@@ -1,19 +1,16 @@
 """The full-size vision tower on a GPU: against transformers, and its time beside the measured matrix rate.
 
-    python -m tests.bench.vision --out DIR                    # one NVIDIA GPU
-    python -m tests.bench.vision --tiny --device cpu          # the same code on a small tower
+    python -m tests.bench.vision                  # one NVIDIA GPU
+    python -m tests.bench.vision --tiny           # the same code on a small tower, on the CPU
 
-Random weights. Work is counted as the matrices' and the attention's floating-point operations; the rate they are set
+And the demo model from an image file to its first token. The large tower has random weights. Work is counted as the matrices' and the attention's floating-point operations; the rate they are set
 against is that of a bf16 product of 8,192 x 8,192 x 8,192 in the same run. Medians.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +21,7 @@ from ninfer_core.config import QWEN36_35B_A3B, ModelConfig, VisionConfig
 from ninfer_core.kernels.vision import patch_rows
 from ninfer_core.model.vision import VisionTower
 from ninfer_core.weights import VisionBlock, VisionLinear, VisionNorm, VisionWeights
+from tests.bench.common import Record, matrix_rate, parser_of, seconds
 
 TINY = VisionConfig(depth=2, hidden_size=144, num_heads=2, intermediate_size=200, out_hidden_size=64)
 SIZES = {"1080p": (1088, 1920), "4K": (2176, 3840), "768 x 1024": (768, 1024)}
@@ -93,20 +91,6 @@ def oracle(w: VisionWeights, c: VisionConfig, device: str, dtype: torch.dtype) -
     return model
 
 
-def seconds(run: Callable[[], Any], device: str, times: int) -> float:
-    """The median time of a call."""
-    made = []
-    for _ in range(times + 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        made.append(time.perf_counter() - begun)
-    return sorted(made[1:])[times // 2]
-
-
 def work(c: VisionConfig, patches: int) -> float:
     """Floating-point operations of one image: matrices and attention."""
     w, m, merged = c.hidden_size, c.intermediate_size, c.hidden_size * c.spatial_merge_size**2
@@ -115,30 +99,30 @@ def work(c: VisionConfig, patches: int) -> float:
     return patches * (2 * w * c.patch_dim + c.depth * block + merger)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--times", type=int, default=5)
-    args = parser.parse_args()
-    model: ModelConfig = QWEN36_35B_A3B
-    c = TINY if args.tiny else model.vision
-    assert c is not None
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    weights = random_weights(c, args.device, dtype)
-    tower = VisionTower(weights, c)
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
-    frames = torch.randint(0, 256, (1, 256, 320, 3), dtype=torch.uint8, device=args.device)
-    rows = patch_rows(frames, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, dtype)
-    exact = VisionTower(random_weights(c, args.device, torch.float32), c).features(rows, [(1, 16, 20)])
-    got = tower.features(rows, [(1, 16, 20)]).float()
-    found["against fp32"] = float((got - exact).norm() / exact.norm())
-    side = 512 if args.tiny else 8192
-    a = torch.randn(side, side, device=args.device, dtype=dtype)
-    rate = 2 * side**3 / seconds(lambda: a @ a, args.device, args.times)
-    found["matrix TFLOP/s"] = rate / 1e12
-    for name, (height, width) in {"small": (256, 320)}.items() if args.tiny else SIZES.items():
+def first_token(device: str, side: int, times: int) -> dict[str, Any]:
+    """Milliseconds from a request with a PNG of `side` x `side` pixels to its first token, each picture another one."""
+    from ninfer_core.engine import Engine
+    from ninfer_core.types import Image, Message, Request, Sampling, Text
+    from tests.media_files import drawn, encoded
+
+    made, tokens = [], 0
+    with Engine.load("demo", device=device, vision=True, prefix_cache=False) as engine:
+        for i in range(1 + times):
+            file = encoded(drawn(side, side + i), "PNG")
+            message = Message("user", (Image(data=file), Text("What is this?")))
+            asked = Request((message,), max_tokens=2, thinking=False, sampling=Sampling(temperature=0.0))
+            began = time.perf_counter()
+            handle = engine.submit(asked)
+            next(iter(handle))
+            made.append(time.perf_counter() - began)
+            tokens = handle.result(600).usage.prompt_tokens
+    return {"ms": 1e3 * sorted(made[1:])[times // 2], "prompt tokens": tokens}
+
+
+def encodings(record: Record, c: VisionConfig, tower: VisionTower, sizes: Any, rate: float, times: int) -> None:
+    """Time, share of the matrix rate and memory of one image of each size."""
+    device = "cuda" if tower.weights.position.is_cuda else "cpu"
+    for name, (height, width) in sizes.items():
         patches = height // 16 * (width // 16)
         picture = torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8).numpy()
         pixels = SimpleNamespace(frames=picture, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -148,25 +132,51 @@ def main() -> None:
             while not encoding.advance(1 << 62):
                 pass
 
-        took = seconds(encode, args.device, args.times)
+        took = seconds(encode, device, times)
         done = work(c, patches) / took
-        found[name] = {"ms": took * 1e3, "TFLOP": work(c, patches) / 1e12, "share of the matrix rate": done / rate}
-        if args.device == "cuda":
+        found = {"ms": took * 1e3, "TFLOP": work(c, patches) / 1e12, "share of the matrix rate": done / rate}
+        if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             encode()
             peak = torch.cuda.max_memory_allocated() - before
-            found[name] |= {"peak MiB": peak / 2**20, "planned MiB": tower.workspace(patches) / 2**20}
-    print(json.dumps(found, indent=1), flush=True)  # before anything that needs transformers
-    with torch.inference_mode():
-        out = oracle(weights, c, args.device, dtype)(rows, grid_thw=torch.tensor([[1, 16, 20]], device=args.device))
+            found |= {"peak MiB": peak / 2**20, "planned MiB": tower.workspace(patches) / 2**20}
+        record.add(name, found)
+
+
+def main() -> int:
+    """The tower alone, the demo model, then the comparison with transformers."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--times", type=int, default=5)
+    options = parser.parse_args()
+    tiny, device = options.tiny, "cpu" if options.tiny else "cuda"
+    model: ModelConfig = QWEN36_35B_A3B
+    c = TINY if tiny else model.vision
+    assert c is not None
+    dtype = torch.float32 if tiny else torch.bfloat16
+    weights = random_weights(c, device, dtype)
+    tower, record = VisionTower(weights, c), Record(options.json, device)
+    frames = torch.randint(0, 256, (1, 256, 320, 3), dtype=torch.uint8, device=device)
+    rows = patch_rows(frames, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, dtype)
+    exact = VisionTower(random_weights(c, device, torch.float32), c).features(rows, [(1, 16, 20)])
+    got = tower.features(rows, [(1, 16, 20)]).float()
+    record.add("against fp32", float((got - exact).norm() / exact.norm()))
+    rate = matrix_rate(device, tiny)
+    record.add("matrix TFLOP/s", rate / 1e12)
+    encodings(record, c, tower, {"small": (256, 320)} if tiny else SIZES, rate, 1 if tiny else options.times)
+    for side in (64,) if tiny else (224, 448, 1024):
+        try:
+            found = first_token(device, side, 1 if tiny else options.times)
+        except ImportError as error:  # a package of the media files or the engine's own requests
+            found = {"skipped": str(error)}
+        record.add(f"demo model, {side} x {side} pixels to the first token", found)
+    with torch.inference_mode():  # last, as it needs transformers
+        out = oracle(weights, c, device, dtype)(rows, grid_thw=torch.tensor([[1, 16, 20]], device=device))
     want = getattr(out, "pooler_output", out).float()
-    found["transformers against fp32"] = float((want - exact).norm() / exact.norm())
-    found["against transformers"] = float((got - want).norm() / want.norm())
-    print(json.dumps({name: value for name, value in found.items() if "transformers" in name}, indent=1))
-    if args.out:
-        (args.out / "vision.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    record.add("transformers against fp32", float((want - exact).norm() / exact.norm()))
+    record.add("against transformers", float((got - want).norm() / want.norm()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
