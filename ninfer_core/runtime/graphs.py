@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..kernels.compile_ahead import prepare
 from ..kernels.lanes_decode import (
     LANE,
     LANE_WIDTH,
@@ -168,6 +169,16 @@ class DeviceRounds:
             tensor.zero_()
         if self._cuda:
             torch.cuda.synchronize(self.lanes.device)
+
+    def compile(self, drafts: int) -> int:
+        """Compile what rounds of one sequence and of up to eight launch, in several processes; how many kernels.
+
+        Nothing is launched. Rounds of more compile what they lack when they first run.
+        """
+        splits = self._decoder.work.splits(1)
+        windows = ((1, 0), (1, drafts), (drafts + 1, drafts))
+        shapes = {(batch, *window) for batch in (1, min(8, len(self.lanes))) for window in windows}
+        return prepare(lambda: [self._round(*shape, splits) for shape in sorted(shapes)])
 
     def draws(self, params: SamplingParams) -> bool:
         """Whether the sampler here serves these: no penalties or bias, and greedy or a top-k of 1 to 64."""
