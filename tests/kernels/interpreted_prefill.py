@@ -268,7 +268,7 @@ def joined():
     assert attention_prefill.part_lengths(77 * 1024) == [n * 1024 for n in (32, 32, 8, 4, 1)]
 
 
-def model(moe, *plan):
+def model(moe, *plan, kv="int8"):
     """A whole small model: hidden rows and everything the state holds, against the torch path."""
     sizes = {
         "num_experts": 4,
@@ -289,8 +289,8 @@ def model(moe, *plan):
     assert run.work.nbytes <= prefill_bytes(config, max(plan), 192)
     run.work.memory.fill_(255)
     run.work.out.fill_(NAN)
-    fused = FusedState(config, slots=2, pages=4, device="cpu")
-    plain = State(config, slots=2, pages=4, max_draft=3, device="cpu")
+    fused = FusedState(config, slots=2, pages=4, kv_dtype=kv, device="cpu")
+    plain = State(config, slots=2, pages=4, kv_dtype=kv, max_draft=3, device="cpu")
     decoder, drafts = Decoder(reference, config), MTP(reference, config)
     at, found, expected = 0, [], []
     for size in plan:
@@ -305,8 +305,13 @@ def model(moe, *plan):
     ring = torch.stack([fused.gdn[0].conv[1, row % 16] for row in range(count - 3, count)])
     near(ring, plain.gdn[0].conv[1, :3], PRODUCTS, "rows of the convolution")
     for a, b, what in ((fused.kv[0], plain.kv[0], "keys, values"), (fused.mtp_kv[0], plain.mtp_kv[0], "draft keys")):
-        both = [(x.codes.float().unflatten(-1, (-1, 64)) * x.scales.float()[..., None]) for x in (a, b)]
-        near(*both, PRODUCTS, what)
+        near(*(opened_pages(x) for x in (a, b)), PRODUCTS, what)
+
+
+def opened_pages(kv):
+    """The keys and values of all pages."""
+    groups = kv.codes.float().unflatten(-1, (-1, 64))
+    return groups if kv.scales is None else groups * kv.scales.float()[..., None]
 
 
 CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
@@ -325,7 +330,7 @@ CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
     "attention padded": (padded, 4, 2, 30, 8, 50),
     "joined": (joined,),
     "sparse model": (model, True, 4),
-    "dense model": (model, False, 6, 3),
+    "dense model, bf16 pages": (partial(model, kv="bf16"), False, 6, 3),
 }
 
 
