@@ -18,16 +18,15 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache
 from typing import Any
 
-import llguidance
 import numpy as np
 
 from ..errors import InvalidRequestError, SchemaError
 from ..types import Request, ResponseFormat, Tool
 from .closing import completes, completion
-from .language import CLOSERS, MARKS, Language, Tags, Writer, with_options
+from .compiler import begins, check, compiled, reason
+from .language import CLOSERS, MARKS, Language, Tags, Writer
 from .vocabulary import Vocabulary
 
 log = logging.getLogger("ninfer.engine")
@@ -52,7 +51,8 @@ class State:
     """What is known behind one token.
 
     `fed`: tokens the matcher has taken; `check`: the position where room is looked at next; `path`: what completed the
-    value when that was last found out; `closing`: what remains to be emitted of a path that was entered.
+    value when that was last found out; `lost`: how many times in a row nothing was found that fits; `closing`: what
+    remains to be emitted of a path that was entered.
     """
 
     phase: Phase
@@ -62,6 +62,7 @@ class State:
     fed: int = 0
     check: int = 0
     path: tuple[int, ...] = ()
+    lost: int = 0
     closing: tuple[int, ...] = ()
 
 
@@ -138,10 +139,17 @@ def compile_plan(request: Request, vocabulary: Vocabulary) -> Plan:
     language, notes = _written(form, tools, free, request.parallel_tool_calls, vocabulary)
     for note in notes:
         log.warning("%s", note)
-    matcher = _matcher(language, vocabulary, form)
+    param = "tool_choice" if form is None else "response_format"
+    matcher = compiled(
+        language.text,
+        vocabulary,
+        language.fuel,
+        what=param if form is None else f"{param} of kind {form.kind!r}",
+        param=param,
+    )
     marks: tuple[str, ...] = (THINK_END, CALL) if request.tools else (THINK_END,)
     path = completion(matcher, vocabulary, _MOST)
-    if path is None and not _begins(matcher, vocabulary):
+    if path is None and not begins(matcher, vocabulary):
         what = "tools" if form is None else "response_format"
         raise SchemaError(f"{what}: no text satisfies this grammar", param=what)
     return Plan(
@@ -160,6 +168,12 @@ _TERMINATOR = CLOSERS[0]
 _RAW_MARKS = tuple(mark.encode() for mark in (*MARKS, _TERMINATOR))
 _MOST = 4096
 """Tokens that the search for a completion may take."""
+_OFTEN = 256
+"""Tokens of a path for each token between two looks at it."""
+_PATIENCE = 8
+"""Doublings of the wait between searches in vain."""
+_UNKNOWN = 5
+"""Where they begin if nothing was found when the grammar was compiled."""
 
 
 def _written(
@@ -175,54 +189,6 @@ def _written(
     tags = Tags(start, end) if start is not None and end is not None else None
     repeat = "free" if free else "many" if parallel else "one"
     return writer.language(form, tools, tags, repeat), writer.notes
-
-
-_FUEL, _STEP_FUEL = 1_000_000, 200_000
-
-
-def _limits(more: int = 0) -> Any:
-    """Bounds on the work of a compilation: about two seconds, in which other threads run."""
-    return llguidance.LLParserLimits(
-        initial_lexer_fuel=_FUEL + more, step_lexer_fuel=_STEP_FUEL + more, max_grammar_size=200_000
-    )
-
-
-@lru_cache(maxsize=256)
-def _check(text: str) -> str:
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, limits=_limits())
-    return messages[0] if failed else ""
-
-
-def check(schema: Any) -> str:
-    """Why a JSON schema does not compile; empty if it does."""
-    if isinstance(schema, bool):
-        return "" if schema else "Unsatisfiable schema: false"
-    return _check(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(with_options(schema))))
-
-
-def _matcher(language: Language, vocabulary: Vocabulary, form: ResponseFormat | None) -> Any:
-    text = language.text
-    if not text.startswith("{"):
-        text = llguidance.LLMatcher.grammar_from_lark(text)
-    matcher = llguidance.LLMatcher(vocabulary.library, text, log_level=0, limits=_limits(language.fuel))
-    if matcher.is_error():
-        what = f"response_format of kind {form.kind!r}" if form is not None else "tool_choice"
-        reason = " ".join(matcher.get_error().split())[:300]
-        raise SchemaError(
-            f"{what} cannot be compiled: {reason}", param="response_format" if form is not None else "tool_choice"
-        )
-    return matcher
-
-
-def _begins(matcher: Any, vocabulary: Vocabulary) -> bool:
-    """Whether any token can start a text of the grammar."""
-    mask = matcher.compute_bitmask()
-    reason = " ".join(matcher.get_error().split())[:200]
-    if "too many" in reason or "fuel" in reason:
-        raise SchemaError(f"the grammar is too complex to compile ({reason}); ask for less at once")
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=vocabulary.size)
-    bits[vocabulary.eos] = 0
-    return bool(bits.any())
 
 
 class Grammar:
@@ -251,8 +217,8 @@ class Grammar:
         self._call, self._call_end = self._vocabulary.id(CALL), self._vocabulary.id(CALL_END)
         behind = Phase.TEXT if plan.free_text else Phase.BODY
         self._control = self._vocabulary.spell("\x02")
-        self._states = [State(Phase.REASONING if thinking else behind, path=plan.path or ())]
-        self._states = [replace(self.state, check=self._next_check(self.state))]
+        start = State(Phase.REASONING if thinking else behind)
+        self._states = [self._opened(start)]
         self._pending: list[int] = []
         if prefix and self._matcher is not None and not plan.free_text and not thinking:
             self._skip(prefix)
@@ -275,6 +241,15 @@ class Grammar:
     def state(self) -> State:
         """Where the output stands."""
         return self._states[-1]
+
+    def _opened(self, state: State) -> State:
+        """A state where the value begins; a call amid free text is looked at at once."""
+        path = self._plan.path
+        if path is None:
+            return replace(state, path=(), lost=_UNKNOWN, check=state.position + 2**_UNKNOWN)
+        if self._plan.free_text:
+            return replace(state, path=(), lost=0, check=state.position + 1)
+        return replace(state, path=path, lost=0, check=self._next_check(state, path))
 
     # what may come next
 
@@ -330,8 +305,8 @@ class Grammar:
 
     def _alive(self) -> None:
         if self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().split())[:300]
-            raise SchemaError(f"the grammar cannot be followed any further: {reason}", param="response_format")
+            why = reason(self._matcher)
+            raise SchemaError(f"the grammar cannot be followed any further: {why}", param="response_format")
 
     def _banned(self, state: State) -> np.ndarray:
         plan, vocabulary = self._plan, self._vocabulary
@@ -372,19 +347,29 @@ class Grammar:
             return token
         path = self._path()
         if path is not None and len(path) < self._room(after):
-            self._schedule(path)
+            self._states[-1] = replace(after, path=path, lost=0, check=self._next_check(after, path))
             return token
-        self._restore(len(self._pending) - 1)
-        before = self._path() if state.phase in (Phase.BODY, Phase.LEAD) else None
-        if before is not None and not self._plan.free_text:
-            before = (*before, self._vocabulary.end)
-        if before and len(before) <= self._room(state):
-            self._states[-1] = replace(state, closing=before)
-            self._push(before[0])
-            return before[0]
-        self._push(token)
-        self._schedule(None)
+        # A token makes the rest shorter by one at most: what had no room before it has none now.
+        closing = self._closing() if not after.lost else None
+        if closing is not None:
+            self._states[-1] = replace(self.state, closing=closing)
+            self._push(closing[0])
+            return closing[0]
+        self._states[-1] = replace(after, lost=after.lost + 1, check=after.position + 2 ** min(after.lost, _PATIENCE))
         return token
+
+    def _closing(self) -> tuple[int, ...] | None:
+        """What closes the value if the last token is given back, as it then is; None, and it stays, if nothing can."""
+        token = self._pending[-1]
+        self._restore(len(self._pending) - 1)
+        state = self.state
+        path = self._path() if state.phase in (Phase.BODY, Phase.LEAD) else None
+        if path is not None and not self._plan.free_text:
+            path = (*path, self._vocabulary.end)
+        if path and len(path) <= self._room(state):
+            return path
+        self._push(token)
+        return None
 
     def take(self, token: int) -> None:
         """Take the token that `row` forces, for now."""
@@ -445,18 +430,14 @@ class Grammar:
         phase = state.phase
         if phase is Phase.REASONING:
             if token == self._think_end:
-                return replace(
-                    state,
-                    phase=Phase.TEXT if self._plan.free_text else Phase.LEAD,
-                    tail=b"",
-                    check=self._next_check(state),
-                )
+                behind = Phase.TEXT if self._plan.free_text else Phase.LEAD
+                return self._opened(replace(state, phase=behind, tail=b""))
             return replace(state, tail=(state.tail + self._vocabulary.token_bytes(token))[-16:])
         if phase is Phase.DONE or (token in self._ends and (phase is Phase.TEXT or self._accepting())):
             return replace(state, phase=Phase.DONE)
         if phase is Phase.TEXT:
             if token == self._call and self._matcher is not None:
-                return replace(state, phase=Phase.BODY, fed=state.fed + 1, tail=b"", check=self._next_check(state))
+                return self._opened(replace(state, phase=Phase.BODY, fed=state.fed + 1, tail=b""))
             return replace(state, tail=(state.tail + self._vocabulary.token_bytes(token))[-16:])
         if phase is Phase.LEAD:
             count = self._vocabulary.newlines.get(token, NEWLINES + 1)
@@ -480,21 +461,16 @@ class Grammar:
         for known in (state.path, state.path[1:]):
             if known and completes(self._matcher, known):
                 return known
-        found = completion(self._matcher, self._vocabulary, min(_MOST, self._room(state) + 64))
+        found = completion(self._matcher, self._vocabulary, min(_MOST, self._room(state)))
         return None if found is None else tuple(found)
 
-    def _schedule(self, path: tuple[int, ...] | None) -> None:
-        """Look at the room again when it could have become short, given what would complete the value here."""
-        state = self.state if path is None else replace(self.state, path=path)
-        check = state.position + 1 if path is None else self._next_check(state)
-        self._states[-1] = replace(state, check=check)
+    def _next_check(self, state: State, path: Sequence[int]) -> int:
+        """Where room could have become short, if `path` completes the value here: a token adds at most `growth` to it.
 
-    def _next_check(self, state: State) -> int:
-        """A token adds at most `growth` to what must follow."""
-        if self._plan.matcher is None or self._plan.path is None:
-            return state.position + 1
-        spare = self._room(state) - len(state.path) - 1
-        return state.position + max(1, spare // self._plan.growth)
+        A long path is looked at less often: trying it takes longer than all else.
+        """
+        spare = self._room(state) - len(path) - 1
+        return state.position + max(1, spare // self._plan.growth, len(path) // _OFTEN)
 
 
 def _may(row: Row, token: int) -> bool:

@@ -17,11 +17,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 from ..errors import InvalidRequestError, SchemaError
 from ..types import ResponseFormat, Tool
 from .arguments import VALUE, Variant, constraints, leaves, variants
-from .schema import REPETITIONS, Check, Enforcer, attach, mismatches, repetitions
+from .compiler import mismatches, with_options
+from .schema import REPETITIONS, Check, Enforcer, attach, repetitions
 from .sizes import Sizes
-
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Blanks between two parts of JSON: bounded, so that a model cannot write blanks until its budget is used up."""
 
 CLOSERS = ("\n</parameter>\n", "</function>\n", "/function>\n")
 """Texts that end a part of a call, in the order in which they are to be tried."""
@@ -64,6 +62,8 @@ _NO_BEGINNINGS = r"~/(?s:.*)(<\/pa|<\/fu|<\/to|<too|\n<pa|\n<fu)(?s:.*)/ & ~/(<p
 """No mark of a call, as its first letters: a count of characters multiplies the states that whole marks would take."""
 _NO_JSON = r" & ~/[ \t\r\n]*[\[\{\(](?s:.*)/"
 _END = json.dumps(CLOSERS[0])
+_CONTROL = json.dumps("\x02")[1:-1]
+"""The control character that tells raw text from all else, as a name or an enumeration would have it."""
 _FORMATS = {
     "date": r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     r"|02-(0[1-9]|1[0-9]|2[0-8]))",
@@ -114,6 +114,7 @@ class Writer:
         self._bytes = 0
         self._sizes = Sizes(True)
         self._names: dict[str, str] = {}
+        self._lists: dict[str, str] = {}
         self._characters = 0
         self._tool = ("", False)
 
@@ -140,7 +141,7 @@ class Writer:
         text = "\n".join([f"start: {' | '.join(ways)}", *self._rules]) + "\n"
         if self._extra:
             text = json.dumps({"grammars": [{"name": "all", "lark_grammar": text}, *self._extra]})
-        raw = set(self._names) == {_NO_TAGS} and (answer is None or _is_json(answer))
+        raw = set(self._names) == {_NO_TAGS} and (answer is None or _is_json(answer)) and _CONTROL not in text
         return Language(text, self._growth, raw, FUEL * self._characters)
 
     # answers
@@ -162,7 +163,7 @@ class Writer:
                 param="response_format.pattern",
             )
         if form.kind == "choice":
-            return self._rule("answer", " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choices))
+            return self._rule("answer", self._listed("CHOICE", form.choices))
         if form.kind == "regex":
             return self._rule("answer", f"/{regex_to_lark(form.pattern or '', '')}/")
         self._extra.append({"name": "answer", "lark_grammar": _lark(form.pattern or "")})
@@ -209,7 +210,7 @@ class Writer:
         if not ways:
             raise SchemaError(f"{param}: no arguments can satisfy this schema together", param=param)
         self._counted(ways)
-        head = json.dumps(f"\n<function={tool.name}>\n", ensure_ascii=False)
+        head = _quoted(f"\n<function={tool.name}>\n")
         bodies = [self._body(f"{index}_{v}", variant, root, len(tool.name)) for v, variant in enumerate(ways)]
         body = f"({' | '.join(bodies)})" if len(bodies) > 1 else bodies[0]
         return self._rule(f"call_{index}", f'<[{tags.start}]> {head} {body} "</function>\\n" <[{tags.end}]>')
@@ -234,7 +235,7 @@ class Writer:
         self._growth = max(self._growth, min(size, _MOST) + name + 48)
         parts = []
         for p, (key, schema) in enumerate(declared.items()):
-            made = self._parameter(f"p_{place}_{p}", json.dumps(key, ensure_ascii=False)[1:-1], schema, root)
+            made = self._parameter(f"p_{place}_{p}", _quoted(key)[1:-1], schema, root)
             parts.append(made if key in required else f"{made}?")
         if variant.free:
             key = f"K_{place}"
@@ -286,7 +287,7 @@ class Writer:
                 texts = [text for text in texts if text not in wrong]
             least, most = leaf.get("minLength", 0), leaf.get("maxLength")
             texts = [text for text in texts if least <= len(text) <= (len(text) if most is None else most)]
-            return [json.dumps(text + CLOSERS[0], ensure_ascii=False) for text in texts]
+            return [self._listed("ENUM", [text + CLOSERS[0] for text in texts])] if texts else []
         bounds = self._bounds(leaf)
         parts = [_NO_TAGS]
         if bounds:
@@ -321,6 +322,16 @@ class Writer:
         parts = [{k: v for k, v in leaf.items() if (k, v) != ("type", VALUE)} for leaf in leaves_]
         return self._compiled(attach(parts[0] if len(parts) == 1 else {"anyOf": parts}, root))
 
+    def _listed(self, name: str, texts: Sequence[str]) -> str:
+        """One of these texts, as a terminal: thousands of alternatives of a rule are more than the parser follows."""
+        body = " | ".join(map(_quoted, texts))
+        if len(texts) == 1:
+            return body
+        if body not in self._lists:
+            self._lists[body] = f"{name}_{len(self._lists)}"
+            self._rules.append(f"{self._lists[body]}: {body}")
+        return self._lists[body]
+
     def _terminal(self, name: str, body: str) -> str:
         """A lazy terminal of a text and the tag that ends it; each text is written once."""
         if body not in self._names:
@@ -330,9 +341,9 @@ class Writer:
         return self._names[body]
 
 
-def with_options(schema: Any) -> Any:
-    """A schema with the compiler's options for blanks."""
-    return {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema} if isinstance(schema, Mapping) else schema
+def _quoted(text: str) -> str:
+    """A text as a string of the grammar, which takes the escapes of JSON and no DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _is_json(form: ResponseFormat) -> bool:

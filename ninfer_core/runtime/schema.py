@@ -11,29 +11,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import llguidance
-
 from ..errors import SchemaError
+from .compiler import mismatches
 from .conditions import Conditions, Unenforceable
 from .sizes import BOUNDLESS, MANY, NAMED, Sizes, children, conjuncts
-
-
-class _Bytes:
-    """A tokenizer of single bytes, for the compiler's own matching of texts."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-    eos_token_id = 256
-    special_token_ids = (256,)
-    tokens = (*(bytes([i]) for i in range(256)), b"<end>")
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
 
 Check = Callable[[Any], str]
 """Compile a schema: the empty string, or why it does not work."""
@@ -316,7 +300,7 @@ class Enforcer:
         for i, member in enumerate(members):
             inner = member.get("allOf") if isinstance(member, Mapping) and set(member) == {"allOf"} else None
             for place in [(i, "allOf", j) for j in range(len(inner))] if inner else [(i,)]:
-                part = members[i]["allOf"][place[2]] if inner else member
+                part = members[i]["allOf"][place[-1]] if inner else member
                 if (*base, *place) in self._origins and isinstance(part, Mapping):
                     places.append((place, part["anyOf"], inner))
         if len(places) < 2:
@@ -467,28 +451,6 @@ def _without(schema: Any, path: Path, keyword: str) -> Any:
     if keyword == "oneOf" and "anyOf" not in schema:
         return {"anyOf" if key == keyword else key: value for key, value in schema.items()}
     return {key: value for key, value in schema.items() if key != keyword} if keyword else True
-
-
-@cache
-def _bytes() -> Any:
-    wrapper: Any = _Bytes()
-    return llguidance.LLTokenizer(wrapper, slices=[])
-
-
-def mismatches(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names without a match of a pattern; none where the pattern does not compile.
-
-    The compiler decides, in linear time; a client's pattern never meets a matcher that tries alternatives in turn.
-    """
-    text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-    start = llguidance.LLMatcher(_bytes(), text, log_level=0)
-    wrong = []
-    for name in () if start.is_error() else names:
-        matcher = start.deep_copy()
-        spelled = list(json.dumps(name, ensure_ascii=False).encode())
-        if matcher.try_consume_tokens(spelled) < len(spelled) or not matcher.is_accepting():
-            wrong.append(name)
-    return wrong
 
 
 def _name_pattern(names: Any) -> str | None:

@@ -5,19 +5,21 @@ In every cell of {thinking on, off} x {0, 3 drafts} x {greedy, temperature 1} x 
 as arguments of a call that must be made. Every one must parse and be valid, or be reported as cut; with drafts the
 outputs must be those without. A draft layer of random weights is never right, so there the drafts are what was made
 without them, every fifth one changed. Prints a line for each cell; exits with 1 if one output is wrong.
-`--models` and `--thinking` choose a part.
+`--models`, `--thinking` and `--temperatures` choose a part. With `--keep FILE` finished cells are written there, and
+those that the same sources made are not made again: an hour's work can be stopped, or done by several processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -191,33 +193,70 @@ def propose(engine: Any, made: Tokens) -> None:
     engine._runner.proposal = proposal
 
 
-def run(
-    models: Sequence[str], indices: Sequence[int], *, modes: Sequence[bool] = (False, True), sequences: int = 8
-) -> Iterator[Cell]:
-    """Every cell of the matrix; in a cell with drafts an output that differs from the one without counts as wrong."""
-    for model in models:
-        plain: dict[tuple[bool, float], Cell] = {}
-        made: Tokens = {}
-        for drafts in (0, 3):
-            with opened(model, drafts, sequences) as engine:
-                if model == "random":
-                    (propose if drafts else record)(engine, made)
-                for thinking in modes:
-                    for temperature in (0.0, 1.0):
-                        name = (
-                            f"{model}, thinking {'on' if thinking else 'off'}, k = {drafts}, "
-                            f"{'temperature 1' if temperature else 'greedy'}"
-                        )
-                        cell = run_cell(
-                            engine, name, indices, thinking=thinking, temperature=temperature, budget=BUDGET[model]
-                        )
-                        truth = plain.setdefault((thinking, temperature), cell)
-                        cell.wrong += [
-                            f"output {index} differs with drafts"
-                            for index, a, b in zip(indices, truth.texts, cell.texts, strict=True)
-                            if a != b
-                        ]
-                        yield cell
+Part = tuple[str, bool, float]
+"""A model, thinking, a temperature: two cells, without drafts and with 3, of which the first is the truth."""
+
+
+def parts(models: Sequence[str], modes: Sequence[bool], temperatures: Sequence[float]) -> list[Part]:
+    """Those of a choice, in order."""
+    return [(model, thinking, t) for model in models for thinking in modes for t in temperatures]
+
+
+def run(part: Part, indices: Sequence[int], sequences: int = 8) -> list[Cell]:
+    """Both cells of a part; an output that differs from the one without drafts counts as wrong."""
+    model, thinking, temperature = part
+    cells: list[Cell] = []
+    made: Tokens = {}
+    for drafts in (0, 3):
+        with opened(model, drafts, sequences) as engine:
+            if model == "random":
+                (propose if drafts else record)(engine, made)
+            name = (
+                f"{model}, thinking {'on' if thinking else 'off'}, k = {drafts}, "
+                f"{'temperature 1' if temperature else 'greedy'}"
+            )
+            cell = run_cell(engine, name, indices, thinking=thinking, temperature=temperature, budget=BUDGET[model])
+        cells.append(cell)
+        cell.wrong += [
+            f"output {index} differs with drafts"
+            for index, a, b in zip(indices, cells[0].texts, cell.texts, strict=True)
+            if a != b
+        ]
+    return cells
+
+
+def digest(outputs: int) -> str:
+    """What the cells depend on: the sources of structured output, the schemas and this file."""
+    here = Path(__file__).parent
+    runtime, core = here.parents[1] / "ninfer_core" / "runtime", here.parent / "core"
+    names = ("arguments", "closing", "compiler", "conditions", "grammar", "language", "sampler", "schema", "sizes")
+    files = [runtime / f"{name}.py" for name in (*names, "vocabulary")]
+    files += [core / "agent_schemas.py", core / "constrained.py", Path(__file__)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files) + str(outputs).encode()).hexdigest()[:12]
+
+
+class Kept:
+    """Finished cells in a file, a JSON object a line. Several processes may add to it."""
+
+    def __init__(self, path: Path | None, digest: str) -> None:
+        self._path, self._digest = path, digest
+
+    def of(self, part: Part) -> list[Cell] | None:
+        """The cells of a part, if they are there."""
+        if self._path is None or not self._path.exists():
+            return None
+        for line in reversed(self._path.read_text().splitlines()):
+            found = json.loads(line)
+            if (found["digest"], tuple(found["part"])) == (self._digest, part):
+                return [Cell(**cell) for cell in found["cells"]]
+        return None
+
+    def add(self, part: Part, cells: Sequence[Cell]) -> None:
+        """Keep the cells of a part, without their texts."""
+        if self._path is not None:
+            numbers = [{**asdict(cell), "texts": []} for cell in cells]
+            with self._path.open("a") as file:
+                file.write(json.dumps({"digest": self._digest, "part": part, "cells": numbers}) + "\n")
 
 
 def main() -> int:
@@ -225,15 +264,22 @@ def main() -> int:
     parser.add_argument("--outputs", type=int, default=100)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--thinking", nargs="+", choices=("off", "on"), default=["off", "on"])
+    parser.add_argument("--temperatures", nargs="+", type=float, choices=(0.0, 1.0), default=[0.0, 1.0])
+    parser.add_argument("--keep", type=Path, metavar="FILE")
     given = parser.parse_args()
-    wrong = total = cut = 0
+    kept = Kept(given.keep, digest(given.outputs))
+    every: list[Cell] = []
     print(f"{len(MATRIX)} schemas, {given.outputs} outputs in every cell", flush=True)
-    for cell in run(given.models, range(given.outputs), modes=[mode == "on" for mode in given.thinking]):
-        print(cell, *cell.wrong, sep="\n  ", flush=True)
-        wrong += len(cell.wrong)
-        total += cell.valid
-        cut += cell.cut
-    print(f"in all {total} valid, {cut} cut, {wrong} wrong")
+    for part in parts(given.models, [mode == "on" for mode in given.thinking], given.temperatures):
+        cells = kept.of(part)
+        if cells is None:
+            cells = run(part, range(given.outputs))
+            kept.add(part, cells)
+        for cell in cells:
+            print(cell, *cell.wrong, sep="\n  ", flush=True)
+        every += cells
+    wrong = sum(len(cell.wrong) for cell in every)
+    print(f"in all {sum(c.valid for c in every)} valid, {sum(c.cut for c in every)} cut, {wrong} wrong")
     return 1 if wrong else 0
 
 
