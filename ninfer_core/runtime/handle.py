@@ -40,7 +40,9 @@ class RequestHandle:
         self._cancelled = False
         self._position = position
         self._on_cancel = on_cancel
-        self._condition = threading.Condition()
+        lock = threading.RLock()
+        self._condition = threading.Condition(lock)
+        self._ended = threading.Condition(lock)  # whoever wants the whole is not woken by every part
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     # reading
@@ -95,8 +97,8 @@ class RequestHandle:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the request has ended; False if `timeout` seconds passed first. Does not cancel."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self._done, timeout)
+        with self._ended:
+            return self._ended.wait_for(lambda: self._done, timeout)
 
     def result(self, timeout: float | None = None) -> Completion:
         """Block for the whole completion.
@@ -169,6 +171,8 @@ class RequestHandle:
             self._done = done
             waiters, self._waiters = self._waiters, []
             self._condition.notify_all()
+            if done:
+                self._ended.notify_all()
         for loop, future in waiters:
             try:
                 loop.call_soon_threadsafe(_wake, future)
