@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from ninfer_core import store
+from tests.serving import wait_for
 
 ROOT = Path(__file__).parents[2]
 ASK = ["--no-think", "--max-tokens", "8", "--seed", "5", "--quiet"]
@@ -67,7 +68,8 @@ def server(env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     assert "CONNECTION ATTEMPT" not in errors and "LOOKUP" not in errors and "Traceback" not in errors, errors
 
 
-def ninfer(env: dict[str, str], *args: str, code: int = 0) -> str:
+def ninfer(env: dict[str, str], *args: str, code: int = 0, errors: bool = False) -> str:
+    """What a command wrote to stdout, or with `errors` to stderr."""
     done = subprocess.run(
         [sys.executable, "-c", GUARD, *args],
         env=env,
@@ -78,7 +80,7 @@ def ninfer(env: dict[str, str], *args: str, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stderr
     assert "CONNECTION ATTEMPT" not in done.stderr and "LOOKUP" not in done.stderr, done.stderr
-    return done.stdout
+    return done.stderr if errors else done.stdout
 
 
 def loaded(env: dict[str, str]) -> list[str]:
@@ -104,6 +106,26 @@ def test_commands_switch_and_unload_a_real_server(env: dict[str, str], server: s
     ninfer(env, "rm", "two")
     names = [item["name"] for item in httpx.get(f"http://{env['NINFER_HOST']}/api/tags").json()["models"]]
     assert "one" in names and not {"two", "second"} & set(names)
+
+
+def test_a_model_is_removed_while_it_answers(env: dict[str, str], server: subprocess.Popen[str]) -> None:
+    """Its files go at once; whoever reads its answer gets the rest of it, and nobody can ask it again."""
+    folder = Path(env["NINFER_MODELS"]) / "three"
+    shutil.copytree(store.demo_path(), folder)
+    url = f"http://{env['NINFER_HOST']}/v1/chat/completions"
+    body = {"model": "three", "messages": [{"role": "user", "content": "Count."}], "ignore_eos": True}
+    with httpx.stream("POST", url, json={**body, "max_tokens": 3000, "stream": True}, timeout=120) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        for _ in range(3):
+            next(lines)
+        assert "three" in loaded(env)
+        assert "--force" in ninfer(env, "rm", "three", code=4, errors=True)
+        ninfer(env, "rm", "three", "--force")
+        assert not folder.exists()
+        rest = [json.loads(next(lines).removeprefix("data: ")) for _ in range(20)]
+        assert all("error" not in chunk for chunk in rest)
+    assert wait_for(lambda: "three" not in loaded(env), seconds=60)
+    assert httpx.post(url, json={**body, "max_tokens": 1}, timeout=60).status_code == 404
 
 
 @pytest.mark.parametrize("args", [["list"], ["show", "one"], ["pull", "one", "--offline"], ["run", "one", "Hi", *ASK]])

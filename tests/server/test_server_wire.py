@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from ninfer_cli.server.openai_chat import ChatEncoder
 from ninfer_cli.server.settings import ServerSettings
 
 from ninfer_core.client import Client
@@ -115,3 +116,16 @@ def test_what_a_prompt_without_turns_cannot_carry_is_refused(serve: Any) -> None
         assert answer.status_code == 400 and name in answer.json()["error"]
     refused = server.post(RAW, {"prompt": "a", "suffix": "b"}).json()["error"]
     assert refused["param"] == "suffix" and "<|fim_prefix|>" in refused["message"]
+
+
+def test_a_fault_at_the_very_end_is_told_too(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients take a stream that just stops for complete."""
+
+    def fail(*_: Any) -> bytes:
+        raise KeyError("a fault of ours")
+
+    server = serve("Hello!")
+    monkeypatch.setattr(ChatEncoder, "end", fail)
+    lines = server.lines(CHAT, {"messages": USER, "stream": True})
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert "fault of ours" not in lines[-1] and server.idle()

@@ -34,6 +34,7 @@ REFUSED = {
     r"/v1/responses/compact does not answer": "compaction is not offered",
     r"/v1/models/\S+ does not answer DELETE": "models are not deleted over this API",
     r"logit_bias keys must be token ids": "the test biases a token named foo",
+    r"suffix is not supported by this model": "the scripted model has no tokens for filling gaps",
     r"background is not supported": "responses do not run in the background",
     r"conversation": "conversations are not stored",
     r"nothing at /v1/messages/batches|/v1/messages/batches\S* does not answer": "batches are not offered",

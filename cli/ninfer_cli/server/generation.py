@@ -301,11 +301,11 @@ class EncodedStream:
                     yield b"".join([self.encoder.event(index, event) for index, event in batch])
             for finish in self.generation.finishes.values():
                 raise_if_stopped(finish.reason)
+            last = self.encoder.end(self.generation.finishes)
         except Exception as error:
             record.fail(error)
-            yield self.encoder.error(error)
-            return
-        yield self.encoder.end(self.generation.finishes)
+            last = self.encoder.error(error)
+        yield last
 
     def close(self, reason: str) -> None:
         """End the generation; a failure that was told to the client stays an error in the log."""
