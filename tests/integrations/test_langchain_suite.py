@@ -42,7 +42,8 @@ class Suite(ChatModelIntegrationTests):
     def _ability(self, request: pytest.FixtureRequest) -> None:
         """In a think block the demo model may lose a number it was asked about."""
         if self.thinking and request.node.originalname in ("test_tool_calling", "test_tool_calling_async"):
-            request.applymarker(pytest.mark.xfail(reason="the demo model may change a number while it thinks"))
+            reason = "the demo model calls with the number 2 where it was asked about 3: it loses it while it thinks"
+            request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=False))
 
     @property
     def chat_model_class(self) -> type[ChatNInfer]:
@@ -93,7 +94,11 @@ class Suite(ChatModelIntegrationTests):
         assert message.usage_metadata["input_token_details"]["cache_read"] > 0
         return message
 
-    @pytest.mark.xfail(reason="the demo model does not copy CJK names into arguments reliably", strict=False)
+    @pytest.mark.xfail(
+        reason="the demo model does not copy Chinese and Japanese names into arguments; letters take their place",
+        raises=AssertionError,
+        strict=False,
+    )
     def test_unicode_tool_call_integration(self, model: Any, **options: Any) -> None:
         super().test_unicode_tool_call_integration(model, **options)
 
