@@ -126,6 +126,9 @@ def serve(
     key: Annotated[str, typer.Option(envvar="NINFER_BENCH_KEY", help="API key of the server.")] = "",
     concurrency: Annotated[str, typer.Option(metavar="N,N", help="Requests running at once.")] = "1,2,4,8,16,32,64",
     rates: Annotated[str, typer.Option(metavar="R,R", help="Arrivals a second, at random times.")] = "",
+    turns: Annotated[
+        str, typer.Option(metavar="N,N", help="Second turns of conversations of so many tokens, cached and not.")
+    ] = "",
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests of each level. [default: 4 per slot, >= 8]")
     ] = None,
@@ -148,14 +151,22 @@ def serve(
     if bool(name) == bool(url):
         raise InvalidRequestError("name either a model to serve or the --url of a running server")
     levels, arrivals = suite.lists(concurrency, "--concurrency"), suite.numbers(rates, "--rates")
+    lengths = suite.lists(turns, "--turns")
     with contextlib.ExitStack() as stack:
         if name:
             most = max(levels, default=64)
             url = stack.enter_context(own_server(name, most, device, quiet))
         served = served_model or asyncio.run(serving.served_model(url, key))
         load = serving.Load(url, served, key, prompt_tokens, max_tokens, not honour_eos)
-        figures = asyncio.run(serving.serve_load(load, levels=levels, rates=arrivals, requests=requests))
-    text = report.markdown(serving.SERVING_HEADER, serving.serving_rows(figures))
+        figures, tables = [], []
+        if levels or arrivals or not lengths:
+            figures = asyncio.run(serving.serve_load(load, levels=levels, rates=arrivals, requests=requests))
+            tables.append(report.markdown(serving.SERVING_HEADER, serving.serving_rows(figures)))
+        if lengths:
+            found = asyncio.run(serving.second_turns(load, lengths))
+            tables.append(report.markdown(serving.TURNS_HEADER, serving.turn_rows(found)))
+            figures += found
+    text = "\n\n".join(tables)
     kind = "cuda" if name and device != "cpu" and _cuda() else "cpu"
     if save is not None and not name:
         raise InvalidRequestError(

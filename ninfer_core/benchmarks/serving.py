@@ -1,10 +1,11 @@
-"""Load on an OpenAI-compatible server, ours or any other: throughput, first tokens and gaps under load."""
+"""Load on an OpenAI-compatible server, ours or any other: throughput, first tokens and gaps; second turns too."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from .results import Figure
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 PERCENTILES = (50, 90, 99)
+SIDE_TOKENS = 53
+"""About the prompt of the request that comes between two turns, as one that asks for a title."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,14 @@ class Load:
 
 @dataclass(slots=True)
 class Sample:
-    """One request: when it was sent, when text came, what it counted, and why it failed if it did."""
+    """One request: when it was sent, when text came and which, what it counted, and why it failed if it did."""
 
     sent: float
     stamps: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     tokens: int = 0
+    text: str = ""
     error: str = ""
 
     @property
@@ -68,10 +73,12 @@ def prompt_text(tokens: int, seed: int) -> str:
     return f"{random.Random(seed).getrandbits(64):x}. " + " ".join(map(str, words)) + "\nGo on with these notes."
 
 
-async def _send(client: httpx.AsyncClient, load: Load, seed: int) -> Sample:
+async def _send(client: httpx.AsyncClient, load: Load, seed: int, talk: Sequence[str] = ()) -> Sample:
+    """One request: `talk` from the user's first words to the last, by turns; a prompt of its own if there is none."""
+    turns = talk or [prompt_text(load.prompt_tokens, seed)]
     body: dict[str, Any] = {
         "model": load.model,
-        "messages": [{"role": "user", "content": prompt_text(load.prompt_tokens, seed)}],
+        "messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)],
         "max_tokens": load.max_tokens,
         "temperature": 1.0,
         "seed": seed,
@@ -104,9 +111,11 @@ def _take(sample: Sample, chunk: dict[str, Any]) -> None:
         delta = choice.get("delta") or {}
         if any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")):
             sample.stamps.append(time.perf_counter())
+        sample.text += delta.get("content") or ""
     usage = chunk.get("usage")
     if usage:
         sample.prompt_tokens, sample.tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 async def _closed(client: httpx.AsyncClient, load: Load, concurrency: int, requests: int, seed: int) -> list[Sample]:
@@ -203,6 +212,56 @@ async def serve_load(
     return made
 
 
+async def second_turns(load: Load, lengths: Sequence[int], *, runs: int = 3) -> list[Figure]:
+    """Milliseconds to the first token of a second turn, by the length of the first prompt.
+
+    Between the turns comes a small side request. Beside it the same turn of a conversation that the server has not
+    seen: what it takes without the cache. Of `runs` conversations each.
+
+    Raises:
+        InvalidRequestError: no runs, or a length that is not positive.
+        EngineError: a request failed.
+    """
+    if runs < 1 or any(length < 1 for length in lengths):
+        raise InvalidRequestError("second turns need whole numbers of tokens and runs, from 1")
+    headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
+    base, made = load.url.rstrip("/"), []
+    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=load.timeout) as client:
+        for length in lengths:
+            known, cold, shares, prompts = [], [], [], []
+            for run in range(runs):
+                first, second, unseen = await _conversation(client, load, length, 2_000_000 + 10 * run + 1000 * length)
+                known.append(second.first * 1e3)
+                cold.append(unseen.first * 1e3)
+                shares.append(second.cached_tokens / first.prompt_tokens if first.prompt_tokens else 0.0)
+                prompts.append(first.prompt_tokens)
+            details = {
+                "server": base,
+                "runs": runs,
+                "prompt_tokens": round(statistics.mean(prompts)),
+                "first_token_ms": round(statistics.median(known), 2),
+                "first_token_ms_without_cache": round(statistics.median(cold), 2),
+                "reused_share": round(min(shares), 4),
+            }
+            name = f"{load.model}/serve/second_turn/{length}"
+            made.append(Figure(name, statistics.median(known), "ms", details=details))
+    return made
+
+
+async def _conversation(client: httpx.AsyncClient, load: Load, length: int, seed: int) -> tuple[Sample, Sample, Sample]:
+    """The first turn, the second behind a side request, and the second of a conversation not seen before."""
+    opening, unseen = prompt_text(length, seed), prompt_text(length, seed + 1)
+    first = await _send(client, load, seed, [opening])
+    side = await _send(client, load, seed, [prompt_text(SIDE_TOKENS, seed + 2)])
+    reply, following = first.text or "Yes.", "Go on, in more detail."
+    second = await _send(client, load, seed, [opening, reply, following])
+    cold = await _send(client, load, seed, [unseen, reply, following])
+    for sample in (first, side, second, cold):
+        if sample.error or not sample.stamps:
+            raise EngineError(f"a turn of {length} tokens failed: {sample.error or 'no text came'}")
+    return first, second, cold
+
+
 async def served_model(url: str, key: str = "") -> str:
     """The first model a server lists.
 
@@ -231,6 +290,20 @@ def serving_rows(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
     return rows
 
 
+def turn_rows(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
+    """Cells of a table: tokens of the first turn, first token with and without the cache, share that was reused."""
+    return [
+        (
+            f"{about['prompt_tokens']:,}",
+            f"{about['first_token_ms']:,.0f}",
+            f"{about['first_token_ms_without_cache']:,.0f}",
+            f"{about['reused_share']:.1%}",
+        )
+        for about in (figure.details for figure in figures)
+    ]
+
+
+TURNS_HEADER = ("second turn behind tokens", "first token ms", "without the cache ms", "first prompt reused")
 SERVING_HEADER = (
     "load", "tok/s", *(f"first token p{p} ms" for p in PERCENTILES), *(f"gap p{p} ms" for p in PERCENTILES), "failed"
 )  # fmt: skip

@@ -162,6 +162,28 @@ def test_load_counts_tokens_first_tokens_gaps_and_failures() -> None:
     assert all(told) and len(told) == 13
 
 
+def test_second_turns_say_what_the_cache_saves() -> None:
+    """Each conversation: its first turn, a side request, the second turn, and one that was never seen."""
+    from tests.server.conftest import running
+
+    with running(ScriptedEngine(Script(["</think>\n\n", "Well", " then."]), max_sequences=4)) as server:
+        load = serving.Load(server.url + "/v1", "scripted", max_tokens=40)
+        (figure,) = asyncio.run(serving.second_turns(load, [200], runs=2))
+        asked = [[m.text for m in request.messages] for request in server.engine.requests]
+    assert figure.name == "scripted/serve/second_turn/200" and figure.unit == "ms"
+    about = figure.details
+    assert about["first_token_ms"] == pytest.approx(figure.value, abs=0.01) and about["first_token_ms"] > 0
+    assert about["first_token_ms_without_cache"] > 0 and about["reused_share"] == 0 and about["runs"] == 2
+    for first, side, second, cold in (asked[:4], asked[4:]):
+        assert second[:1] == first and second[1] == "Well then." == cold[1] and len(second) == 3 == len(cold)
+        assert cold[0] not in (first[0], side[0]) and len(side[0]) < len(first[0])
+        assert cold[0][:6] != first[0][:6], "nothing of it is known"
+    (row,) = serving.turn_rows([figure])
+    assert len(row) == len(serving.TURNS_HEADER) and row[-1] == "0.0%"
+    with pytest.raises(InvalidRequestError, match="from 1"):
+        asyncio.run(serving.second_turns(load, [0]))
+
+
 def test_load_on_nothing_says_so() -> None:
     with pytest.raises(EngineError, match="lists no models"):
         asyncio.run(serving.served_model("http://127.0.0.1:9/v1"))
