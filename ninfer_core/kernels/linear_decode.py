@@ -402,7 +402,7 @@ def project(
         side_out if side_out is not None else a.s, rows, extra, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
         ROWNORM=norm == "row", SIDE=side is not None, FMT=matrix.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
-        NB=blocks, R=_tiles.window(rows),
+        NB=blocks, R=_tiles.window(rows) if side is not None else 1,
         **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, blocks), leads=True),
     )  # fmt: skip
     return out
