@@ -1,7 +1,11 @@
-"""Generated requests against the published description: no 5xx, documented statuses, each API's own error shape."""
+"""Generated requests against the published description: no 5xx, documented statuses, each API's own error shape.
+
+A few of each operation; `FUZZ_EXAMPLES=40 python -m pytest tests/server/test_server_fuzz.py` makes over a thousand.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from ninfer_core.types import ToolCall
 from .conftest import running
 
 load_all_checks()
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "4"))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,7 @@ def run(operation: Any, mode: GenerationMode) -> None:
     """A few generated requests of one operation."""
 
     @settings(
-        max_examples=4,
+        max_examples=EXAMPLES,
         deadline=None,
         derandomize=True,
         database=None,
