@@ -17,10 +17,11 @@ from ninfer_core.runtime.pace import Pacer
 from ninfer_core.scripted import scripted_resources
 
 
-def tiny_config(moe: bool = True, context: int = 1024) -> dict:
+def tiny_config(moe: bool = True, context: int = 1024, layers: int = 4) -> dict:
     text = {
         "hidden_size": 128,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": layers,
+        "full_attention_interval": layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 256,
@@ -59,9 +60,9 @@ def tiny_objects(config: dict, seed: int = 0):
 
 
 @cache
-def tiny_artifact(moe: bool = True, seed: int = 0, context: int = 1024) -> Path:
-    """The folder of a random model; made once per process."""
-    config = tiny_config(moe, context)
+def tiny_artifact(moe: bool = True, seed: int = 0, context: int = 1024, layers: int = 4) -> Path:
+    """The folder of a random model whose last layer is attention; made once per process."""
+    config = tiny_config(moe, context, layers)
     path = Path(mkdtemp(prefix="ninfer-tiny-")) / "tiny"
     rows = config_from_dict(config, "ninfer-demo").vocab_size // 2
     assert rows < 270
