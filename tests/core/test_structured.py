@@ -26,6 +26,9 @@ from constrained import (
 from tiny import tiny_engine
 
 from ninfer_core.engine import Engine
+from ninfer_core.runtime import grammar, sampler
+from ninfer_core.runtime.grammar import Grammar
+from ninfer_core.runtime.rounds import Rounds
 from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool, ToolChoice
 
 ID = FRONTEND.tokenizer.id
@@ -288,6 +291,81 @@ def test_a_burst_is_accepted_only_as_far_as_the_grammar_allows(k):
         assert good(completion, schema) and completion.finish_reason == "stop"
         assert list(json.loads(completion.text)) == ["city"]
         assert play(asking(schema), seed=seed, bias=bias, budget=100)[1] == tokens
+
+
+# what it costs
+
+
+def test_forced_tokens_are_not_sampled(monkeypatch):
+    """A call with one way to be written: its tokens are emitted without a draw, and without a round of their own."""
+    drawn = []
+    pick = sampler.pick
+    monkeypatch.setattr(sampler, "pick", lambda *given: drawn.append(1) or pick(*given))
+    request = Request(USER, tools=(NOW,), tool_choice=ToolChoice("required"), parallel_tool_calls=False, thinking=False)
+    for k in (0, 3):
+        drawn.clear()
+        completion, tokens, records = play(request, k=k, logprobs=0)
+        assert good_calls(completion, (NOW,)) and len(tokens) > 25
+        certain = [value for _, value, _ in records if value == 0.0]
+        assert len(drawn) <= 3 and len(certain) >= len(tokens) - 3
+        assert completion.usage.rounds <= 3
+
+
+class Watched:
+    """Logits that tell when the host begins to wait for them."""
+
+    def __init__(self, logits, log):
+        self._logits, self._log = logits, log
+
+    def cpu(self):
+        self._log.append("waits")
+        return self._logits.cpu()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_masks_are_made_while_the_device_works(drafts, monkeypatch):
+    """Launched, masks of all rows, then the wait; behind it no mask is worked out again."""
+    log: list[str] = []
+    rows = Grammar.rows
+    monkeypatch.setattr(Grammar, "rows", lambda self, given: log.append("masks") or rows(self, given))
+    request = asking(SCHEMAS["person"], thinking=False, sampling=Sampling(seed=4), max_tokens=60)
+    with tiny_engine(draft_tokens=drafts, max_sequences=1) as engine:
+        decoder = engine._runner._decoder
+        logits = decoder.logits
+
+        def watched(hidden):
+            log.append("launched")
+            return Watched(logits(hidden), log)
+
+        decoder.logits = watched
+        completion = engine.submit(request).result(300)
+    assert good(completion, SCHEMAS["person"])
+    assert log[:3] == ["launched", "waits", "masks"], "the first token comes from the prompt"
+    rounds = " ".join(log[3:]).split("launched ")[1:]  # those that only read known tokens need no masks
+    assert {entry.strip() for entry in rounds} <= {"masks waits", "waits"}
+    assert log.count("masks") == 1 + completion.usage.rounds > 6
+
+
+def test_what_is_not_constrained_pays_nothing(monkeypatch):
+    """No plan, grammar or mask is made, and the device's round has nothing to do meanwhile."""
+
+    def never(*_, **__):
+        raise AssertionError("a request without constraints met a grammar")
+
+    for owner, name in ((Grammar, "__init__"), (grammar, "plan_for"), (sampler, "allowed_ids")):
+        monkeypatch.setattr(owner, name, never)
+    verify, meanwhile = Rounds.verify, []
+    monkeypatch.setattr(
+        Rounds, "verify", lambda self, windows, work=None: meanwhile.append(work) or verify(self, windows, work)
+    )
+    requests = [
+        Request(USER, thinking=False, max_tokens=8),
+        Request(USER, tools=TOOLS, max_tokens=8, sampling=Sampling(temperature=0.0)),
+    ]
+    with tiny_engine(context=2048, draft_tokens=3, max_sequences=2) as engine:
+        handles = [engine.submit(request) for request in requests]
+        assert [handle.result(300).usage.completion_tokens for handle in handles] == [8, 8]
+    assert meanwhile and not any(meanwhile)
 
 
 # the engine
