@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray_ninfer.routing import Affinity, Balance, Key, conversation_key
 
@@ -84,13 +84,13 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(["messages", "input", "prompt", "system", "tools"]), json_values))
 def test_no_body_breaks_the_key(body: dict) -> None:
     assert conversation_key(body) == conversation_key(dict(body))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(NAMES), st.integers(0, 9)), st.none() | st.builds(Key, st.none(), st.text()))
 def test_every_replica_is_in_the_order_once(loads: dict, key: Key | None) -> None:
     assert sorted(Affinity(2).order(key, loads)) == sorted(loads)
