@@ -22,7 +22,8 @@ class EngineOptions:
     device: "auto" takes a CUDA device where this build has kernels for it, else the CPU.
     dtype: compute type of the torch path: "float32" or "bfloat16"; "auto" is float32 on the CPU.
     context_length: tokens of prompt plus answer per request; "auto" is the model's own, or what fits in memory.
-    max_sequences: requests that run at once; each has its full context reserved. max_queue: requests that may wait.
+    max_sequences: requests that run at once. One begins when the pages of its prompt and its max_tokens are free (or of
+    the rest of the context without max_tokens), so none runs out of them later. max_queue: requests that may wait.
     draft_tokens: tokens drafted per round (0 to 5). It changes speed, never the output.
     adaptive_drafts: draft less deep where that is faster, by measured times (the more sequences, the dearer rows); a
     sequence for which drafting does not pay goes on without it, and tries again later.

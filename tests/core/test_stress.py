@@ -107,3 +107,36 @@ def test_random_requests_equal_solo_runs_and_leave_nothing(drafts, pages, checkp
     machine.reuse.cache.clear()
     assert machine.reuse.pages.free == pages and machine.reuse.saves.free == checkpoints
     assert not machine.reuse.cache._root.children
+
+
+@pytest.mark.parametrize("blocks", [0, 40])
+def test_no_request_is_lost_or_stuck_where_pages_hold_little_more_than_one(blocks):
+    """A request begins when all that it can need is free, so that nothing that runs ever waits for pages."""
+    rng = random.Random(5)
+    machine = Machine(slots=4, pages=9, checkpoints=3, drafts=2, blocks=blocks)
+    handles = []
+    for i in range(40):
+        prompt = [rng.randrange(250) for _ in range(rng.choice((3, 60, 200, 400)))]
+        tokens = rng.choice((1, 20, 9 * 64 - 400 - 3))
+        handles.append(machine.submit(prompt, tokens, priority=i % 3))
+    begun = []
+    admit = machine.runner.open
+
+    def watched(session, sampler):
+        made = admit(session, sampler)
+        if made is not None:
+            begun.append(session.handle)
+        return made
+
+    machine.runner.open = watched
+    steps = 0
+    while not all(handle.done for handle in handles):
+        machine.scheduler.step()
+        steps += 1
+        assert steps < 20_000, "stuck"
+        if steps % 20 == 0:
+            machine.audit()
+    assert begun == sorted(handles, key=lambda handle: handle.request.priority), "none overtakes"
+    for handle in handles:
+        assert handle.error is None and machine.tokens[handle.id] == answer(handle.request.prompt, handle.session.limit)
+    assert machine.reuse.pages.free + machine.reuse.cache.reclaimable() == 9

@@ -307,15 +307,15 @@ def test_a_second_turn_of_the_demo_comes_from_the_host():
 
     def talk(**options):
         made, cached = [], []
-        with Engine.load("demo", threads=1, max_sequences=1, context_length=640, draft_tokens=2, **options) as engine:
+        with Engine.load("demo", threads=1, max_sequences=1, context_length=320, draft_tokens=1, **options) as engine:
             histories = [
-                [Message("system", f"You are helper number {i}. " * 20), Message("user", f"Say the word {word}.")]
+                [Message("system", f"You are helper number {i}. " * 10), Message("user", f"Say the word {word}.")]
                 for i, word in enumerate(("tree", "lake"))
             ]
             for _ in range(2):
                 for messages in histories:
                     result = engine.generate(
-                        Request(tuple(messages), sampling=Sampling(temperature=0.0), thinking=False, max_tokens=12)
+                        Request(tuple(messages), sampling=Sampling(temperature=0.0), thinking=False, max_tokens=4)
                     )
                     made.append(result.text)
                     cached.append(result.usage.cached_tokens / result.usage.prompt_tokens)
