@@ -1,7 +1,8 @@
 """Loading and memory on one GPU: GB/s from file to kernel order, what is given back, and 262,144 tokens under a cap.
 
     python -m tests.bench.memory make FILE [--model 35b]     a .ninfer file of the published layout, random payload
-    python -m tests.bench.memory load FILE                   load, free, load again; every failure, and what is left
+    python -m tests.bench.memory load [FILE]                 load, free, load again; every failure, and what is left;
+                                                             without FILE one is made for this, 22 GB in the temporary folder
     python -m tests.bench.memory fit [--model 27b] [--cap 31.5]  the full context within so many GB of device memory
 
 Driver memory is what `cudaMemGetInfo` says; it is compared with its value before anything was loaded.
@@ -14,6 +15,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -270,8 +272,13 @@ def main() -> int:
     record = Record(options.json, "cpu" if options.tiny else "cuda")
     if options.part == "fit":
         fit(options.model, options.cap, record, options.tiny)
+    elif options.part == "load" and options.file is None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "random.ninfer"
+            make(path, options.model)
+            load(path, record)
     elif options.file is None:
-        parser.error(f"{options.part} needs FILE")
+        parser.error("make needs FILE")
     elif options.part == "make":
         make(options.file, options.model)
     else:

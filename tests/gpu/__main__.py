@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="PART,...", help=f"of {', '.join(part.name for part in PARTS)}")
     parser.add_argument("--prepare", action="store_true", help="compile first")
     parser.add_argument("--prepare-only", action="store_true", help="compile, and measure nothing")
-    parser.add_argument("--workers", type=int, default=max(2, min(6, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--workers", type=int, default=max(2, min(4, (os.cpu_count() or 2) // 2)))
     parser.add_argument("--resume", action="store_true", help="leave out what ended well in DIR")
     parser.add_argument("--dry", action="store_true", help="everything small, on the CPU")
     options = parser.parse_args()

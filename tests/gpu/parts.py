@@ -90,6 +90,8 @@ PARTS: tuple[Part, ...] = (
          90),
     Part("memory-35b", "262,144 tokens of the 35B under 31.5 GB", module("tests.bench.memory", "fit", "--model", "35b"),
          90),
+    Part("loading", "a file of 22 GB to kernel order, again, and every failure", module("tests.bench.memory", "load"),
+         140, tiny=None),
     Part("batch-35b", "8, 32 and 64 sequences, 35B", whole("35b", "batch"), 120),
     Part("adaptive-35b", "drafts of which none is right, 35B", whole("35b", "adaptive"), 80),
     Part("gap-35b", "longest wait beside a prompt of 130,048 tokens, 35B", whole("35b", "gap"), 60),
