@@ -13,9 +13,10 @@ import uvicorn
 
 
 @contextlib.contextmanager
-def serving(app: Any) -> Iterator[int]:
+def serving(app: Any, config: uvicorn.Config | None = None) -> Iterator[int]:
     """Serve an application on a free port of the loopback address; gives the port."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2, lifespan="on"))
+    plain = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2, lifespan="on")
+    server = uvicorn.Server(config or plain)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -159,6 +159,17 @@ def test_loading_serving_and_an_orderly_end(program: Any) -> None:
         httpx.get(url + "/health")
 
 
+def test_a_server_killed_while_it_loads_leaves_the_port_free(program: Any) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    process = program("plain", port, 300.0)
+    answers(url, "/health", 503)
+    process.kill()
+    process.wait(60)
+    program("plain", port)
+    answers(url, "/health", 200, 60)
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_server(program: Any) -> None:
     process = program("broken", free_port(), 0.2)
     _, errors = process.communicate(timeout=30)

@@ -179,6 +179,7 @@ _STATUSES = {
     403: "Host or origin refused.",
     404: "Unknown model or path.",
     405: "Wrong method.",
+    408: "The rest of the body did not come.",
     413: "The body is too large.",
     415: "Unknown content encoding.",
     429: "This client has too many requests in flight; see Retry-After.",

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from starlette.types import Message
 
 from ninfer_core.errors import InvalidRequestError
 
@@ -19,6 +20,7 @@ from .errors import HttpError
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_DEPTH = 200
+SILENCE_SECONDS = 60.0
 _DRAIN_BYTES = 128 << 20
 _DRAIN_SECONDS = 5.0
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -32,7 +34,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     """The decoded body of a request.
 
     Raises:
-        HttpError: 413 above `limit` bytes (before or after decoding), 415 for an unknown encoding.
+        HttpError: 413 above `limit` bytes (before or after decoding), 415 for an unknown encoding, 408 after silence.
         ClientGoneError: the client left while sending.
     """
     decode, finish = _decoder(request.headers.get("content-encoding", ""), limit)
@@ -45,7 +47,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         if too_large:
             await _drain(request)
             raise _too_large(limit)
-        message = await request.receive()
+        message = await _received(request)
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         more = message.get("more_body", False)
@@ -60,6 +62,18 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise _too_large(limit)
     parts.append(finish())
     return b"".join(parts)
+
+
+async def _received(request: Request) -> Message:
+    """The next part of a body; who stops sending in the middle of it is not waited for."""
+    try:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            return await request.receive()
+    except TimeoutError:
+        raise HttpError(
+            408, f"nothing more of the request body came for {SILENCE_SECONDS:g} seconds; send it again",
+            code="request_timeout",
+        ) from None  # fmt: skip
 
 
 def _too_large(limit: int) -> HttpError:

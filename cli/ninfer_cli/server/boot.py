@@ -8,9 +8,11 @@ import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import h11
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ninfer_core.errors import EngineBusyError
 from ninfer_core.store import ModelEntry
@@ -124,26 +126,57 @@ async def _lifespan(receive: Receive, send: Send) -> None:
             return
 
 
+class Connection(H11Protocol):
+    """uvicorn's connection, closed when the head of a request takes longer than an idle connection may stay open."""
+
+    _head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first head."""
+        super().connection_made(transport)
+        self._watch(True)
+
+    def data_received(self, data: bytes) -> None:
+        """Wait on while a head has begun; the silence between requests is uvicorn's own matter."""
+        super().data_received(data)
+        begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not begun or self._head is None:
+            self._watch(begun)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing to wait for."""
+        self._watch(False)
+        super().connection_lost(exc)
+
+    def _watch(self, begun: bool) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        self._head = self.loop.call_later(self.timeout_keep_alive, self.transport.close) if begun else None
+
+
+def config_of(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+    """How uvicorn serves an application: limits and times."""
+    return uvicorn.Config(
+        app,
+        # The other parser that uvicorn would take where it is installed has no limit for headers.
+        http=Connection,
+        log_level="warning",
+        lifespan="on",
+        timeout_keep_alive=settings.keep_alive,
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_grace) + 2),
+        h11_max_incomplete_event_size=HEADER_LIMIT,
+        server_header=False,
+        access_log=False,
+    )
+
+
 class GracefulServer(uvicorn.Server):
     """Stops accepting on a signal, lets requests end for the grace period, then ends them with an error event."""
 
     def __init__(self, boot: Boot, settings: ServerSettings) -> None:
         self._boot = boot
         self._grace = settings.shutdown_grace
-        super().__init__(
-            uvicorn.Config(
-                boot,
-                # The other parser that uvicorn would take where it is installed has no limit for headers.
-                http="h11",
-                log_level="warning",
-                lifespan="on",
-                timeout_keep_alive=settings.keep_alive,
-                timeout_graceful_shutdown=max(1, round(settings.shutdown_grace) + 2),
-                h11_max_incomplete_event_size=HEADER_LIMIT,
-                server_header=False,
-                access_log=False,
-            )
-        )
+        super().__init__(config_of(boot, settings))
 
     def stop(self) -> None:
         """End as after a signal."""
