@@ -19,7 +19,7 @@ def lines(program: str, *arguments: str, interpret: bool) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
     done = subprocess.run(
-        [sys.executable, str(HERE / program), *arguments], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, str(HERE / program), *arguments], env=environment, capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -68,12 +68,17 @@ print(json.dumps({
 """
 
 
+pytestmark = pytest.mark.timeout(1500)  # seconds on a quiet machine
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     cache = tmp_path_factory.mktemp("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=1500
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

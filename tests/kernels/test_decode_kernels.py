@@ -25,12 +25,14 @@ SMALLEST_BLOCK_MEMORY = 99 * 1024
 """Shared memory of one block on the consumer cards (sm_86, sm_89, sm_120)."""
 
 
+@pytest.mark.timeout(1500)  # the first runs all cases: half a minute, more on a busy machine
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in LONG_CASES)])
 def test_kernel_against_its_twin(case):
     fault = interpreted("interpreted_cases.py", CASES if case in CASES else LONG_CASES)[case]
     assert fault is None, fault
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "capability",  # half a minute each unless in the compiler's cache; 90 has dependent launch; the rest before a release
     [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 86, 89, 100, 120))],

@@ -18,6 +18,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.timeout(1500)  # the first runs all cases
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_against_the_host(case):
     fault = interpreted("lane_cases.py", CASES)[case]
