@@ -267,6 +267,21 @@ def test_a_system_prompt_is_found_by_other_conversations():
     machine.audit()
 
 
+def test_three_conversations_in_three_rounds_find_themselves_again():
+    """In turns, with fewer checkpoints than turns: each reads only what is new, also once the budget was used up."""
+    machine = Machine(pages=120, checkpoints=6, slots=2)
+    talks = [list(text(300, seed=seed)) for seed in (3, 4, 5)]
+    for turn in range(3):
+        for i, talk in enumerate(talks):
+            made, usage = machine.ask(talk, 9)
+            assert made == answer(talk, 9)
+            if turn:
+                assert usage.prompt_tokens - usage.cached_tokens <= 31 + 1 + 64, (turn, i)
+            talk += [*made, *text(31, seed=10 * turn + i)]
+            machine.audit()
+    assert machine.scheduler.stats()["prefix_hits"] == 6
+
+
 def test_side_requests_do_not_push_a_conversation_out():
     machine = Machine(pages=400, checkpoints=5, slots=2, chunk=256)
     talk = text(20_000)

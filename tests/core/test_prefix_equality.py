@@ -134,15 +134,22 @@ def test_a_state_made_by_decoding_is_that_of_a_prompt_within_rounding():
 
 
 def test_eight_at_once_with_cache_and_drafts_equal_their_solo_runs():
+    """Five times, all at once and one after the other has begun: no text, figure or id of one is another's."""
     documents = [request((*text(70), *text(40 + 9 * i, seed=i + 3)), seed=i, tokens=12) for i in range(8)]
     with tiny_engine(draft_tokens=0, prefix_cache=False) as engine:
         alone = [run(engine, made)[0] for made in documents]
     with tiny_engine(draft_tokens=3, max_sequences=8, cache_answers=False) as engine:
-        for _ in range(3):
-            handles = [engine.submit(made) for made in documents]
-            for handle, expected in zip(handles, alone, strict=True):
-                logprobs = handle.result(120).logprobs
-                assert [(lp.token_id, lp.logprob, lp.top) for lp in logprobs] == expected
+        for turn in range(5):
+            handles = []
+            for made in documents:
+                handles.append(engine.submit(made))
+                if turn % 2:  # the next one comes while this one decodes
+                    until(lambda handle=handles[-1]: handle.done or handle._events)
+            for handle, made, expected in zip(handles, documents, alone, strict=True):
+                result = handle.result(120)
+                assert [(lp.token_id, lp.logprob, lp.top) for lp in result.logprobs] == expected
+                assert result.seed == made.sampling.seed and result.usage.prompt_tokens == len(made.prompt)
+            assert len({handle.id for handle in handles}) == 8
         assert engine.stats()["cached_tokens"] > 0
         assert_free(engine)
 
