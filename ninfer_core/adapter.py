@@ -133,9 +133,16 @@ def _local(target: Target) -> EngineInterface:
     except EngineConflictError:
         known = get_engine(target.engine)
         same_options = not target.options or replace(wanted, model=known.spec.model) == known.spec
-        if not same_options:
-            raise
-        return check_served(known, target.model, target.engine)
+        try:
+            if not same_options:
+                raise
+            return check_served(known, target.model, target.engine)
+        except NinferError:
+            # A name is taken by a model that is loaded, and not by one that was only spoken of, or mistyped.
+            if known.state not in ("new", "failed"):
+                raise
+        known.close()
+        return get_engine(target.engine, wanted)
 
 
 def check_served(engine: EngineInterface, model: str, name: str = "") -> EngineInterface:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import httpx
 
 from .errors import (
+    EngineBusyError,
     EngineClosedError,
     EngineError,
     InvalidRequestError,
@@ -129,7 +130,8 @@ class Client(EngineInterface):
         model: the served name to ask for; None is the server's own model.
         api_key: sent as a bearer token.
         timeout: seconds for a whole request, queue time included, where the request sets none; None is no limit.
-        max_retries: further attempts after a refused connection or a full queue, while nothing has been generated.
+        max_retries: further attempts after a refused connection or a full queue, while nothing has been generated. A
+            server that still loads its model is asked until it has; 0 is one attempt, whatever the error.
         http_client: your own `httpx.AsyncClient` (proxies, certificates, transports); it is used on the background
             loop only, and you close it.
 
@@ -297,7 +299,10 @@ class Client(EngineInterface):
                         return
                     except NinferError as error:
                         pause = _pause(error, attempt)
-                        if pause is None or attempt >= self.max_retries or handle._events:
+                        if pause is None or handle._events or not self.max_retries:
+                            raise
+                        # As in a process of its own, loading is waited for; the request's timeout bounds that.
+                        if attempt >= self.max_retries and not await self._loading(error):
                             raise
                         attempt += 1
                     await asyncio.sleep(pause)
@@ -305,6 +310,16 @@ class Client(EngineInterface):
             raise RequestTimeoutError(
                 f"the request took longer than its timeout of {limit} s; raise the timeout or ask for less"
             ) from error
+
+    async def _loading(self, error: NinferError) -> bool:
+        """Whether the server was busy since it still loads its model."""
+        if not isinstance(error, EngineBusyError):
+            return False
+        try:
+            answer = await self._link.session().get(self.base_url + "/health", headers=self._headers)
+            return json_object(answer.content, "the answer to /health").get("status") == "loading"
+        except (httpx.HTTPError, EngineError):
+            return False
 
     async def _attempt(self, handle: RequestHandle, path: str, body: dict[str, Any]) -> None:
         started = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -195,12 +196,7 @@ class ChatNInfer(ManyAtOnce):
 
     async def aload(self) -> ChatNInfer:
         """`load` without holding up the event loop."""
-        with translated():
-            engine = self._engine()
-            if hasattr(engine, "aload"):
-                await engine.aload()
-            self.profile = self._own_profile(engine.profile)
-        return self
+        return await asyncio.to_thread(self.load)
 
     def close(self) -> None:
         """Close the engine (or the connections), for all models that share it."""

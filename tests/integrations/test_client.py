@@ -252,6 +252,32 @@ def test_a_full_queue_is_tried_again_and_then_reported(client_of: Any) -> None:
         client.generate(Request(USER))
 
 
+class Loading(httpx.AsyncBaseTransport):
+    """A server that loads its model while it is asked six times, and then answers."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            return httpx.Response(503, json={"status": "loading"})
+        self.asked += 1
+        if self.asked <= 6:
+            error = {"message": "the model is still loading", "code": "service_unavailable"}
+            return httpx.Response(503, json={"error": error}, headers={"retry-after-ms": "1"})
+        chunk = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
+        return httpx.Response(200, content=chunk + b"data: [DONE]\n\n")
+
+
+def test_loading_is_waited_for() -> None:
+    server = Loading()
+    client = Client("http://server", http_client=httpx.AsyncClient(transport=server))
+    assert client.generate(Request(USER)).text == "a" and server.asked == 7
+    once = Client("http://server", http_client=httpx.AsyncClient(transport=Loading()), max_retries=0)
+    with pytest.raises(EngineBusyError, match="loading"):
+        once.generate(Request(USER))
+
+
 def test_nobody_there() -> None:
     client = Client("http://127.0.0.1:9", max_retries=0)
     with pytest.raises(ServerUnreachableError, match="ninfer serve"):

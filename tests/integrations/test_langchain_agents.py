@@ -98,6 +98,48 @@ def test_model_strings_after_registration(monkeypatch: pytest.MonkeyPatch) -> No
         register()
 
 
+def test_model_strings_in_agents_and_configurable_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ninfer_core import adapter
+
+    monkeypatch.setattr(base, "_BUILTIN_PROVIDERS", dict(base._BUILTIN_PROVIDERS))
+    register()
+    engine = ScriptedEngine(Script("It is 3.", when=answered), CALL, name="one", aliases=["two"])
+    monkeypatch.setitem(adapter._SHARED, "default", engine)
+    assert create_agent("ninfer:one", tools=[add]).invoke(USER)["messages"][-1].text == "It is 3."
+    model = init_chat_model(configurable_fields=("model", "model_provider", "temperature"))
+    chosen = {"configurable": {"model": "ninfer:two", "temperature": 0.25}}
+    made = model.bind_tools([add]).invoke("hi", chosen)
+    assert made.response_metadata["model_name"] == "two" and engine.requests[-1].sampling.temperature == 0.25
+
+
+def test_settings_of_middleware_reach_the_engine_and_old_results_are_cleared_by_count() -> None:
+    from langchain.agents.middleware import ClearToolUsesEdit, ContextEditingMiddleware, ModelRequest, wrap_model_call
+
+    @wrap_model_call
+    def colder(request: ModelRequest, handler: Any) -> Any:
+        return handler(request.override(model_settings={"temperature": 0.25, "reasoning": False}))
+
+    engine = ScriptedEngine(Script("It is 3.", when=answered), CALL)
+    editing = ContextEditingMiddleware(edits=[ClearToolUsesEdit(trigger=1, keep=0)], token_count_method="model")
+    agent = create_agent(ChatNInfer.from_engine(engine), tools=[add], middleware=[colder, editing])
+    assert agent.invoke(USER)["messages"][-1].text == "It is 3."
+    assert [(r.sampling.temperature, r.thinking) for r in engine.requests] == [(0.25, False)] * 2
+    assert engine.requests[1].messages[-1].text == "[cleared]", "the model's own count passed the trigger"
+
+
+def test_retries_of_middleware_follow_errors_that_pass() -> None:
+    from langchain.agents.middleware import ModelRetryMiddleware
+    from langchain_core.exceptions import ModelRateLimitError
+
+    from ninfer_core.errors import EngineBusyError
+    from ninfer_core.testing import Refuse
+
+    engine = ScriptedEngine(Script(Refuse(EngineBusyError("full", retry_after=0.01)), times=1), "Hello!")
+    retry = ModelRetryMiddleware(max_retries=1, retry_on=(ModelRateLimitError,), initial_delay=0.001, jitter=False)
+    agent = create_agent(ChatNInfer.from_engine(engine), tools=[], middleware=[retry])
+    assert agent.invoke(USER)["messages"][-1].text == "Hello!"
+
+
 DEEP = {"context_length": 200_000, "name": "scripted"}
 
 

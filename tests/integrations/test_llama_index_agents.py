@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, FunctionAgent, ReActAgent
+from llama_index.core.llms import ChatMessage
 from llama_index.llms.ninfer import NInfer
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ninfer_core.testing import Reply, Script, ScriptedEngine
 from ninfer_core.types import Request, ToolCall
@@ -77,3 +78,28 @@ async def test_react_agent_thinks_without_leaking() -> None:
     )
     result = await ReActAgent(tools=[add], llm=NInfer.from_engine(engine)).run("What is 1 + 2?")
     assert str(result).strip() == "3" and RAN == [(1, 2)]
+
+
+async def test_a_function_agent_on_the_demo_model() -> None:
+    """Real generation with two tools: the first call is forced, it runs, and the model answers."""
+    ran: list[str] = []
+
+    def get_weather(city: str) -> str:
+        """Get the weather in a city."""
+        ran.append(city)
+        return f"It is sunny in {city}."
+
+    llm = NInfer(model="demo", temperature=0, thinking=False, max_tokens=60)
+    agent = FunctionAgent(tools=[get_weather, add], llm=llm, initial_tool_choice="get_weather")
+    run = agent.run("What is the weather in Oslo?", max_iterations=3, early_stopping_method="generate")
+    assert str(await run).strip() and ran and all(isinstance(city, str) and city for city in ran)
+
+
+def test_a_structured_llm_on_the_demo_model() -> None:
+    class City(BaseModel):
+        name: str = Field(max_length=20)
+        capital: bool
+
+    llm = NInfer(model="demo", temperature=0, thinking=False, max_tokens=60).as_structured_llm(City)
+    made = llm.chat([ChatMessage(role="user", content="Is Paris a capital?")])
+    assert isinstance(made.raw, City) and City.model_validate_json(made.message.content or "") == made.raw

@@ -72,6 +72,8 @@ def attempt(end: str, wheel: Path, place: Path) -> bool:
     helpers = [f"{name}=={version(name)}" for name in PLUGINS]
     pinned = ["--quiet", "--no-compile", "--constraint", str(ROOT / "constraints.txt")]
     pip = [interpreter, "-m", "pip", "install", *pinned]
+    # A wheel of the same version would count as installed already.
+    run(interpreter, "-m", "pip", "uninstall", "--quiet", "--yes", "ninfer", cwd=place)
     run(*pip, "--upgrade", what, *helpers, *pins(end), cwd=place)
     run(interpreter, "-m", "pip", "check", cwd=place)
     installed = time.monotonic()

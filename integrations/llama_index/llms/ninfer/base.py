@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -171,11 +172,7 @@ class NInfer(FunctionCallingLLM):
 
     async def aload(self) -> NInfer:
         """`load` without holding up the event loop."""
-        engine = self._engine()
-        if hasattr(engine, "aload"):
-            await engine.aload()
-        engine.profile  # noqa: B018
-        return self
+        return await asyncio.to_thread(self.load)
 
     def close(self) -> None:
         """Close the engine (or the connections), for all models that share it."""
