@@ -157,7 +157,7 @@ def _files(entry: store.ModelEntry) -> list[dict[str, Any]]:
 def _memory(config: ModelConfig, objects: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Any]:
     """Bytes on a GPU for one sequence by context, the longest context of cards, or the `problem` with running there."""
     from ninfer_core.cards import cards
-    from ninfer_core.footprint import CHUNKS, OVERHEAD, Footprint, chunk_for, fused_footprint
+    from ninfer_core.footprint import CHUNKS, OVERHEAD, chunk_for, fused_footprint
 
     drafts = DRAFTS if config.mtp_num_hidden_layers else 0
     found = dict(objects)
