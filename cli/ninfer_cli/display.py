@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -17,6 +19,9 @@ DIM, RESET, CLEAR_LINE = "\x1b[2m", "\x1b[0m", "\r\x1b[K"
 # shown as Unicode control pictures. Files and pipes get them unchanged.
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)} | {127: "\u2421"}
 _VISIBLE |= {code: f"\\x{code:02x}" for code in range(128, 160)}
+
+
+_COLUMNS = 101
 
 
 class OutputClosedError(Exception):
@@ -71,6 +76,14 @@ class Console:
             self.err.flush()
         except (OSError, ValueError):
             return
+
+    @property
+    def columns(self) -> int:
+        """Width of the terminal that stderr is, in cells; asked anew each time, for windows are resized."""
+        try:
+            return os.get_terminal_size(self.err.fileno()).columns or _COLUMNS
+        except (AttributeError, OSError, ValueError):
+            return _COLUMNS
 
     def json(self, value: Any) -> None:
         """One JSON document to stdout."""
@@ -195,7 +208,8 @@ class Progress:
             self._console.progress_shown = False
 
     def _draw(self, text: str) -> None:
-        self._console.err.write(CLEAR_LINE + text)
+        # A line that wraps could not be cleared any more, and would be left behind at every redraw.
+        self._console.err.write(CLEAR_LINE + cut(text, self._console.columns - 1))
         self._console.err.flush()
         self._console.progress_shown = True
 
@@ -211,9 +225,9 @@ class Progress:
         share = f"{100 * done / total:3.0f} %  " if total else ""
         text = f"{self._label}  {share}{amount}" + (f"  {detail}" if detail else "")
         if self._live:
-            filled = round(24 * done / total) if total else 0
-            bar = f"[{'#' * filled}{'.' * (24 - filled)}] "
-            self._draw(f"{self._label} {bar}{share}{amount}  {detail}"[:100])
+            room = max(4, min(24, self._console.columns // 4))
+            filled = round(room * done / total) if total else 0
+            self._draw(f"{self._label} [{'#' * filled}{'.' * (room - filled)}] {share}{amount}  {detail}")
         else:
             self._console.note(text)
 
@@ -256,11 +270,32 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def width(text: str) -> int:
+    """Cells that a text takes on a terminal: two for wide East Asian characters, none for combining ones."""
+    return len(text) if text.isascii() else sum(map(_cells, text))
+
+
+def _cells(character: str) -> int:
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def cut(text: str, cells: int) -> str:
+    """The beginning of a text that fits into so many cells."""
+    for end, character in enumerate(text):
+        cells -= _cells(character)
+        if cells < 0:
+            return text[:end]
+    return text
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
     """Text columns two spaces apart; the columns in `right` are right-aligned."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    widths = [max(width(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = []
     for row in [header, *rows]:
-        cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        gaps = [" " * (widths[i] - width(cell)) for i, cell in enumerate(row)]
+        cells = [gaps[i] + cell if i in right else cell + gaps[i] for i, cell in enumerate(row)]
         lines.append("  ".join(cells).rstrip())
     return lines

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cli_support import TINY_CONFIG
-from ninfer_cli.display import Console, Progress, loading
+from ninfer_cli.display import Console, Progress, cut, loading, table, width
 from ninfer_cli.main import app
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
@@ -191,6 +191,23 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
             "work   50 %  50.0 GB of 100.0 GB  object",
             "work  100 %  100.0 GB of 100.0 GB  object",
         ]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_progress_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Console, "columns", columns)
+    stream = Stream(True)
+    with Progress(Console({}, out=Stream(False), err=stream), "\u6a21\u578b" * 3) as progress:
+        progress.update(3 * 10**9, 9 * 10**9, "model-00001-of-00009.safetensors")
+    lines = stream.text.split("\r\x1b[K")
+    assert any("[" in line for line in lines) and all(width(line) < columns for line in lines)
+
+
+def test_columns_of_wide_characters_line_up() -> None:
+    rows = table(("NAME", "SIZE"), [("\u6a21\u578b", "1"), ("e\u0301", "22"), ("plain", "3")], right=[1])
+    assert rows == ["NAME   SIZE", "\u6a21\u578b      1", "e\u0301        22", "plain     3"]
+    assert len({width(row) for row in rows}) == 1
+    assert cut("a\u6a21\u578bb", 4) == "a\u6a21" and cut("ab", 5) == "ab" and cut("ab", 0) == ""
 
 
 def test_loading_shows_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:

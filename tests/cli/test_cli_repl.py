@@ -8,6 +8,7 @@ import signal
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -24,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Terminal:
     """The program in a pseudo-terminal, with what was seen so far as plain text."""
 
-    def __init__(self, model: Path, home: Path, *args: str, **env: str) -> None:
+    def __init__(self, model: Path, home: Path, *args: str, columns: int = 120, **env: str) -> None:
         self.home = home
         self.child = pexpect.spawn(
             SCRIPTED[0],
@@ -32,7 +33,7 @@ class Terminal:
             env=environment(home, **env),
             encoding="utf-8",
             timeout=20,
-            dimensions=(40, 120),
+            dimensions=(40, columns),
         )
         self.child.delaybeforesend = None
         self.raw = ""
@@ -68,8 +69,8 @@ class Terminal:
 def terminal(model: Path, tmp_path: Path):
     made: list[Terminal] = []
 
-    def start(*args: str, **env: str) -> Terminal:
-        made.append(Terminal(model, tmp_path, *args, **env))
+    def start(*args: str, **options: Any) -> Terminal:
+        made.append(Terminal(model, tmp_path, *args, **options))
         return made[-1]
 
     yield start
@@ -107,6 +108,17 @@ def test_several_lines(terminal) -> None:
     t.expect("turn 4: seven")
     t.expect(PROMPT)
     t.key("/bye\r")
+    assert t.end() == 0
+
+
+def test_wide_characters_on_a_narrow_terminal(terminal) -> None:
+    """One backspace takes one character of two cells, also where the line has wrapped; the answer comes whole."""
+    t = terminal("--no-think", columns=24)
+    t.key("\u4e2d\u6587" * 9 + "\u5b57\x7f\x7fq\u0301\r")
+    t.expect("turn 1: ")
+    assert t.expect(PROMPT).startswith("\u4e2d\u6587" * 8 + "\u4e2dq\u0301\n")
+    t.ask("/show parameters", "temperature")
+    t.key("\x04")
     assert t.end() == 0
 
 
