@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from constrained import (
 from tiny import tiny_engine
 
 from ninfer_core.engine import Engine
-from ninfer_core.runtime import grammar, sampler
+from ninfer_core.runtime import grammar, language, sampler
+from ninfer_core.runtime import schema as schemas
 from ninfer_core.runtime.grammar import Grammar
 from ninfer_core.runtime.rounds import Rounds
 from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool, ToolChoice
@@ -424,3 +426,20 @@ def test_the_demo_model():
             assert good_calls(call.result(200), (BASH,))
             made.append([c.text for c in answers] + [str(call.result().message.tool_calls[0].arguments)])
     assert made[0] == made[1]
+
+
+# the page
+
+
+def test_the_page_states_the_limits_and_its_example_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "structured.md").read_text(encoding="utf-8")
+    limits = (
+        schemas.BYTES, language.SCHEMAS, schemas.DEPTH, schemas.CONJUNCTS, schemas.REPETITIONS, language.CHOICES,
+        language.LENGTH, language.COUNTED, 2 * language.COUNTED,
+    )  # fmt: skip
+    told = re.findall(r"[0-9][0-9,]*", " ".join(re.findall(r"^\| .*? \| ([0-9][0-9,; ]*) \|$", page, re.M)))
+    assert [int(number.replace(",", "")) for number in told] == list(limits)
+    assert all(f in page for f in schemas.FORMATS) and all(k in page for k in ("unevaluatedItems", "$dynamicRef"))
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], {})
+    answer = json.loads(capsys.readouterr().out)
+    assert list(answer) == ["city", "people"] and answer["people"] >= 0 and len(answer["city"]) <= 40
