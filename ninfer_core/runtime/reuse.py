@@ -155,9 +155,12 @@ class Reuse:
             if pages is None:
                 self._refused = asked
                 return None
-            slot = self.slots.one()
-            self._state.clear_slot(slot)
-            seat = Seat(pages, slot)
+            seat = Seat(pages, self.slots.one())
+            try:
+                self._state.clear_slot(seat.slot)
+            except BaseException:
+                self._leave(seat)
+                raise
         if self.enabled:
             self._note(keys, match, seat, name, moved)
         return replace(seat, known=max(match.common, seat.length))
@@ -174,18 +177,26 @@ class Reuse:
             self.pages.give(whole)
             return None
         slot = self.slots.one()
-        seat = Seat([], slot, found.length, found.carry, found.exact)
-        self._state.copy_slot(found.slot, slot)
+        seat = Seat([*whole, *fresh], slot, found.length, found.carry, found.exact)
+        try:
+            self._state.copy_slot(found.slot, slot)
+            if not taken_over:
+                self._state.copy_page(last, fresh[0])
+        except BaseException:
+            self._leave(seat)
+            raise
         self.cache.use(found)
         if taken_over:
             self.pages.share([last])
             self._move(found)
             self.cache.drop(found)
-            fresh.insert(0, last)
-        else:
-            self._state.copy_page(last, fresh[0])
-        seat.pages.extend((*whole, *fresh))
+            seat.pages.insert(len(whole), last)
         return seat
+
+    def _leave(self, seat: Seat) -> None:
+        """Give back what a seat was made of."""
+        self.pages.give(seat.pages)
+        self.slots.give([seat.slot])
 
     def _fetch(self, keys: Keys, found: Checkpoint, near: Checkpoint | None, count: int) -> Seat | None:
         """A seat at a checkpoint in host memory, whose first pages may still be those of `near`; None if not free.
@@ -195,30 +206,27 @@ class Reuse:
         host = self.host
         assert host is not None
         skip, carry = host.same(found, near), found.carry
-        pages = list(near.pages[:skip]) if near is not None else []
-        self.pages.share(pages)
+        seat = Seat(list(near.pages[:skip]) if near is not None else [], self.slots.one(), found.length)
+        self.pages.share(seat.pages)
         host.blocks.share(found.pages)  # making room moves others there
-        slot = self.slots.one()
         try:
             fresh = self.take_pages(count - skip)
-            if fresh is not None:
-                pages += fresh
-                own = fresh[: (found.length - 1) // PAGE + 1 - skip]
-                carry = host.restore(found, skip, slot, own, carry)
-                seat = Seat(pages, slot, found.length, carry, found.exact)
-                made = self.keep(keys, seat, found.kind, found.passed)
-                if made is not None:
-                    made.copy = found
-                return seat
+            if fresh is None:
+                self._leave(seat)
+                return None
+            seat.pages.extend(fresh)
+            own = fresh[: (found.length - 1) // PAGE + 1 - skip]
+            carry = host.restore(found, skip, seat.slot, own, carry)
+            seat = replace(seat, carry=carry, exact=found.exact)
+            made = self.keep(keys, seat, found.kind, found.passed)
+            if made is not None:
+                made.copy = found
+            return seat
         except BaseException:
-            self.pages.give(pages)
-            self.slots.give([slot])
+            self._leave(seat)
             raise
         finally:
             host.blocks.give(found.pages)
-        self.pages.give(pages)
-        self.slots.give([slot])
-        return None
 
     def _move(self, checkpoint: Checkpoint) -> None:
         """A checkpoint leaves the device: host memory may take it."""

@@ -226,6 +226,28 @@ def test_a_restore_that_fails_ends_its_request_and_gives_everything_back():
     assert machine.ask(talk, 4)[0] == answer(talk, 4)
 
 
+@pytest.mark.parametrize("verb", ["copy_slot", "copy_page", "clear_slot"])
+def test_a_seat_that_cannot_be_made_gives_everything_back(verb):
+    machine = Machine(pages=16, slots=1)
+    prompt = text(100)
+    made, _ = machine.ask(prompt, 9)
+    before = machine.reuse.pages.free
+    original = getattr(machine.state, verb)
+
+    def broken(*_):
+        raise RuntimeError("no")
+
+    setattr(machine.state, verb, broken)
+    asked = text(90, seed=7) if verb == "clear_slot" else (*prompt, *made, 3)
+    handle = machine.submit(asked, 4)
+    machine.scheduler.step()
+    assert handle.done and handle.error is not None
+    assert machine.reuse.pages.free == before and machine.reuse.slots.free == 1
+    machine.audit()
+    setattr(machine.state, verb, original)
+    assert machine.ask(asked, 4)[0] == answer(asked, 4)
+
+
 def test_what_a_failed_request_kept_does_not_come_back_from_the_host():
     machine = Machine(pages=40, checkpoints=1, slots=2, blocks=90)
     prompt = text(600)
