@@ -121,6 +121,4 @@ PARTS: tuple[Part, ...] = (
     Part("depth-27b", "whole engine at 64,512 to 260,096 tokens, 27B", whole("27b", "depth"), 100),
     Part("gap-27b", "longest wait beside a prompt of 130,048 tokens, 27B", whole("27b", "gap"), 80),
     Part("adaptive-27b", "drafts of which none is right, 27B", whole("27b", "adaptive"), 90),
-    Part("variants", "variants of the decode kernels, most valuable first",
-         module("tests.bench.variants", "--minutes", "7"), 480, tiny=None),
 )  # fmt: skip
