@@ -74,10 +74,12 @@ class PlainReader:
 class Editor:
     """The line editor of a full terminal. `history` None keeps nothing on disk.
 
+    Ctrl-G opens the message in a program: `editor`, else `VISUAL`, `EDITOR`, or what the system has.
+
     `typed` says after a KeyboardInterrupt whether there was text in the line.
     """
 
-    def __init__(self, commands: Commands, history: Path | None, *, colour: bool) -> None:
+    def __init__(self, commands: Commands, history: Path | None, *, colour: bool, editor: str | None = None) -> None:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.history import InMemoryHistory
         from prompt_toolkit.output import create_output
@@ -92,6 +94,7 @@ class Editor:
             output.enable_cpr = False
         self.typed = False
         self._pasted = False
+        self._program = editor
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
             key_bindings=self._keys(),
@@ -133,6 +136,12 @@ class Editor:
         @keys.add("escape", "enter")
         def newline(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
+
+        @keys.add("c-g")
+        def edit(event: KeyPressEvent) -> None:
+            if self._program is not None:
+                os.environ["VISUAL"] = self._program  # where the line editor looks first
+            event.current_buffer.open_in_editor()
 
         @keys.add(Keys.BracketedPaste)
         def paste(event: KeyPressEvent) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from ninfer_core.errors import ContextOverflowError, EngineClosedError, InvalidR
 from . import exits
 from .answer import Turn, statistics, statistics_lines, take_turn
 from .chat import PARAMETERS, Chat
+from .commands import list_models
 from .display import AnswerView, Console
 from .inputs import read_format
 from .line_editor import Reader
@@ -177,6 +179,7 @@ class Repl:
             "/read": Command(self._read, "/read PATH", "put a text file in front of the next message", "path"),
             "/image": Command(self._image, "/image PATH", "show an image with the next message", "path"),
             "/video": Command(self._video, "/video PATH", "show a video with the next message", "path"),
+            "/list": Command(self._list, "/list", "models on this machine"),
             "/tokens": Command(self._tokens, "/tokens", "how much of the context is used"),
             "/stats": Command(self._stats, "/stats", "figures of the last answer"),
             "/help": Command(self._help, "/help", "this list"),
@@ -295,6 +298,9 @@ class Repl:
         self.chat.show(found)
         self.console.note(f"{Path(str(found.path)).name} goes with your next message")
 
+    def _list(self, rest: str) -> None:
+        list_models(self.console, os.environ, as_json=False)
+
     def _tokens(self, rest: str) -> None:
         used = self.engine.count_tokens(self.chat.request()) if self.chat.messages else 0
         limit = self.engine.context_length
@@ -312,6 +318,7 @@ class Repl:
             self.console.line(f"{command.usage:<{width}}  {command.help}")
         self.console.line()
         self.console.line('Several lines: """ before and after, a backslash at the end of a line, or Alt+Enter.')
+        self.console.line("Ctrl-G opens the message in an editor (NINFER_EDITOR, VISUAL or EDITOR).")
         self.console.line("Ctrl-C stops an answer and keeps what was said; twice leaves. Tab completes commands.")
 
     def _bye(self, rest: str) -> None:

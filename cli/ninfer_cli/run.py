@@ -286,5 +286,6 @@ def _converse(
         reader = PlainReader()
     else:
         history: Any = None if options.no_history else store.history_path(environ)
-        reader = Editor(repl.words, history, colour=not environ.get("NO_COLOR"))
+        editor = environ.get("NINFER_EDITOR") or None
+        reader = Editor(repl.words, history, colour=not environ.get("NO_COLOR"), editor=editor)
     return repl.run(reader)

@@ -122,6 +122,22 @@ def test_wide_characters_on_a_narrow_terminal(terminal) -> None:
     assert t.end() == 0
 
 
+def test_an_editor_takes_the_message(terminal, tmp_path: Path) -> None:
+    program = tmp_path / "editor"
+    program.write_text('#!/bin/sh\nprintf \'%s\\nand more\' "$(cat "$1")" > "$1"\n')
+    program.chmod(0o755)
+    t = terminal("--no-think", NINFER_EDITOR=str(program), EDITOR="false")
+    t.key("a beginning\x07")
+    t.expect("and more")
+    t.key("\r")
+    t.expect("turn 1: a beginning")
+    t.expect("and more")
+    t.expect(PROMPT)
+    t.ask("/list", "demo")
+    t.key("\x04")
+    assert t.end() == 0
+
+
 def test_history_is_private_and_pasted_blocks_stay_out_of_it(terminal) -> None:
     t = terminal("--no-think")
     t.ask("typed line", "turn 1")
