@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 from ninfer_core import store
 from ninfer_core.artifact import Artifact
 from ninfer_core.engine import Engine
+from ninfer_core.errors import NotFiniteError
 from ninfer_core.model.decoder import Decoder
 from ninfer_core.model.fused import FusedDecoder, FusedMTP
 from ninfer_core.model.mtp import MTP
@@ -260,3 +261,33 @@ def test_demo_text():
                 )
             assert same / count >= TEXT
     assert abs(share["cpu"] - share["cuda"]) < 0.01
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("where", ["recurrent state", "keys"])
+def test_a_state_that_is_not_finite_ends_its_request_alone(plain, drafts, where):
+    """What int8 activations must not wash away: the round on the device flags it, and the pages are cleaned."""
+    asked = requests()
+    with loaded(drafts) as engine:
+        state, round_, spoiled = engine._runner._state, engine._runner.round, []
+
+        def spoil(group):
+            for sequence in group:
+                if sequence.session.request is asked[3] and sequence.emitted >= 8 and not spoiled:
+                    spoiled.append(sequence.slot)
+                    if where == "keys":
+                        state.kv_scales[:, 0, :, sequence.pages[0]] = float("inf")
+                    else:
+                        for layer in state.gdn:
+                            layer.s[sequence.slot] = float("nan")
+            return round_(group)
+
+        engine._runner.round = spoil
+        handles = [engine.submit(request) for request in asked]
+        with pytest.raises(NotFiniteError, match=handles[3].id):
+            handles[3].result(120)
+        for handle in (handle for i, handle in enumerate(handles) if i != 3):
+            assert handle.result(120).usage.completion_tokens == 48
+        engine._runner.round = round_
+        assert engine.health()["status"] == "ok" and not state.kv_scales.isinf().any()
+        assert tokens_of(engine, asked, together=True) == plain
