@@ -21,8 +21,10 @@ from .session import Prompt
 from .tiers import HOST_STATS, Host, HostTier
 
 log = logging.getLogger("ninfer.engine")
-LADDER = 8
-"""Chunks between the checkpoints inside a long prompt, at least."""
+LADDER = 16_384
+"""Tokens between the checkpoints inside a long prompt, at least; 8 chunks where these are short."""
+SHORTEST = 512
+"""Tokens that a state of its own is worth, as reading them again takes a while; a quarter of shorter chunks."""
 _NOTHING = Match(None, 0, ())
 
 
@@ -54,16 +56,21 @@ def prompt_keys(prompt: Prompt) -> list[Hashable]:
     return keys
 
 
+def worth(chunk: int) -> int:
+    """Tokens behind the state before that make another one worth keeping."""
+    return min(chunk // 4, SHORTEST)
+
+
 def chunk_ends(cuts: Sequence[int], target: int, chunk: int) -> list[int]:
     """Where the chunks of a prompt of `target` tokens end, ascending.
 
-    Multiples of `chunk`, and those of `cuts` that make no piece shorter than a quarter of it behind the end before.
+    Multiples of `chunk`, and those of `cuts` that make no piece shorter than `worth` behind the end before.
     Whether a cut counts depends on what lies before it alone, so a longer prompt with the same beginning agrees.
     """
     ends = set(range(chunk, target, chunk))
     last = 0
     for cut in cuts:
-        if cut < target and cut - max(last, cut - cut % chunk) >= chunk // 4:
+        if cut < target and cut - max(last, cut - cut % chunk) >= worth(chunk):
             ends.add(cut)
             last = cut
     return sorted({*ends, target})
@@ -287,7 +294,7 @@ class Reuse:
 
         target = ends[-1]
         turn = last_end(min(prompt.cuts[-1] if prompt.cuts else target, target - 1))
-        step = LADDER * self._chunk
+        step = max(1, min(8, LADDER // self._chunk)) * self._chunk
         while target // step > max(1, self.saves.size // 4):
             step *= 2
         for end in range(step, turn, step):

@@ -29,7 +29,7 @@ from .media import PromptMedia
 from .options import PAGE
 from .pace import Pace, Pacer
 from .prefix import Checkpoint, Kind
-from .reuse import Reuse, Seat, chunk_ends, prompt_keys
+from .reuse import Reuse, Seat, chunk_ends, prompt_keys, worth
 from .rounds import Rounds, Window
 from .sampler import RawLogprob, Sampler
 from .session import Session
@@ -362,8 +362,8 @@ class Runner:
 
     def retire(self, sequence: Running) -> None:
         """A sequence has ended well: keep the state behind its answer, where a tool result may follow."""
-        worth = sequence.length - max([sequence.base, *(c.length for c in sequence.kept)]) >= self.chunk // 4
-        if not (self.reuse.answers and worth) or sequence.prefilling:
+        enough = sequence.length - max([sequence.base, *(c.length for c in sequence.kept)]) >= worth(self.chunk)
+        if not (self.reuse.answers and enough) or sequence.prefilling:
             return
         seated = sequence.seated
         if seated is not None and seated.torn:

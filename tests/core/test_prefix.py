@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ninfer_core.errors import EngineFailedError
 from ninfer_core.runtime.pool import Pool
 from ninfer_core.runtime.prefix import Checkpoint, PrefixCache, common_length
-from ninfer_core.runtime.reuse import chunk_ends, prompt_keys
+from ninfer_core.runtime.reuse import chunk_ends, prompt_keys, worth
 from ninfer_core.types import Message, Request
 
 
@@ -156,6 +156,18 @@ def test_a_longer_prompt_is_read_in_the_same_chunks(cuts, first, second):
     assert before[-1] == short and after == sorted(set(after)) and after[-1] == long
     for a, b in zip([0, *after], after, strict=False):
         assert 0 < b - a <= 256 and (b % 256 == 0 or b - a >= 64 or b == long)
+
+
+def test_long_chunks_end_at_short_turns_too():
+    """With chunks of thousands of tokens, turns of some hundred are still resumed from, and long prompts at 16,384."""
+    assert worth(256) == 64 and worth(2048) == worth(8192) == 512
+    assert chunk_ends([400, 900, 1500, 8300, 9000], 20_000, 8192) == [900, 1500, 8192, 9000, 16_384, 20_000]
+    prompt = FRONTEND.prepare(Request(prompt=text(70_000)))
+    for chunk, step in ((2048, 16_384), (8192, 16_384), (32_768, 32_768)):
+        reuse = Machine(pages=4, checkpoints=64, slots=2, chunk=chunk).reuse
+        kept = reuse.wanted(prompt, chunk_ends([], 70_000, chunk))
+        turn = 69_999 // chunk * chunk
+        assert kept == dict.fromkeys(range(step, turn, step), ("ladder", True)) | {turn: ("turn", False)}
 
 
 def test_prompts_with_media_are_not_known_by_their_tokens_alone():
