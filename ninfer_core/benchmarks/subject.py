@@ -242,16 +242,16 @@ class RandomSubject(Subject):
             draft_tokens=draft_tokens,
             max_sequences=max_sequences,
             context_length="auto" if context is None else context,
-            prefix_cache=False,
-            **target.options,
+            **{"prefix_cache": False, "adaptive_drafts": False, **target.options},
         )
         loaded = load_model(source, options, addressable=TOKEN_IDS.get(config.model_id, 0))  # type: ignore[arg-type]
         self.formats, self.config, self.device, self.route = source.formats, config, loaded.device, loaded.route
         self.label = f"{config.model_id}-random"
         self.kv_cache, self.draft_tokens = target.kv_cache, loaded.draft_tokens
+        self.plan = loaded.plan
         self.context_length = loaded.plan.context_length
         self.addressable = TOKEN_IDS.get(config.model_id, config.vocab_size)
-        self.runner = loaded.runner(lambda raw: [], adaptive=False)
+        self.runner = loaded.runner(lambda raw: [], adaptive=options.adaptive_drafts)
         self._scheduler, self._loop = start_loop(
             self.runner,
             max_sequences=max_sequences,

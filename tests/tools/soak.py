@@ -258,13 +258,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--crowd", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=6, help="most tokens of an answer")
-    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--context", type=int, default=800, help="prompts have up to half of it")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--grown", type=float, default=32.0, help="MiB that the second half may add")
     given = parser.parse_args(arguments)
     with open_client(given) as client:
-        report = soak(client, requests=given.requests, seed=given.seed, longest=min(400, given.context // 2),
+        report = soak(client, requests=given.requests, seed=given.seed, longest=given.context // 2,
                       tokens=given.tokens, crowd=given.crowd)  # fmt: skip
     check_memory(report, given.grown)
     shown = {name: getattr(report, name) for name in Report.__slots__}
