@@ -296,6 +296,29 @@ def own_options(options: Mapping[str, Any], known: Iterable[str], aliases: Mappi
     return made
 
 
+def stop_strings(value: Any) -> Any:
+    """One stop string or several as a tuple; what is neither stays as it is, for the engine's check to name."""
+    if value is None or isinstance(value, str):
+        return (value,) if value else ()
+    return tuple(value) if isinstance(value, Iterable) else value
+
+
+def copied_mapping(value: Any) -> Any:
+    """A mapping as a dict of its own; anything else stays as it is, for the engine's check to name."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def tool_list(value: Any) -> Sequence[Any]:
+    """The tools of a call.
+
+    Raises:
+        InvalidRequestError: no list of them.
+    """
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value or (), Iterable):
+        raise InvalidRequestError(f"tools must be a list, not {type(value).__name__}", param="tools")
+    return list(value or ())
+
+
 def checked_fields(values: Any, known: Iterable[str], aliases: Mapping[str, str]) -> Any:
     """Constructor arguments of an adapter with aliases replaced.
 

@@ -34,6 +34,7 @@ from .errors import (
 )
 from .runtime.handle import RequestHandle
 from .runtime.interface import EngineInterface, Prompt, make_request, model_profile
+from .runtime.validation import check_request
 from .types import Finish, Request, Tool, Usage
 from .wire import (
     ChatReader,
@@ -52,6 +53,8 @@ CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 120.0
 """A ninfer server sends a heartbeat every few seconds, so a longer silence means a dead connection."""
 MAX_PAUSE_SECONDS = 8.0
+ANY_TOKEN = 1 << 31
+"""Token ids below this may be some model's."""
 
 
 class _Background:
@@ -115,11 +118,11 @@ class RemoteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text."""
-        return list(self._client._post("/tokenize", {"content": text})["tokens"]) if text else []
+        return list(self._client._post("/tokenize", {"content": text}, "tokens", list)) if text else []
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
-        return str(self._client._post("/detokenize", {"tokens": list(ids)})["content"]) if ids else ""
+        return str(self._client._post("/detokenize", {"tokens": list(ids)}, "content", str)) if ids else ""
 
 
 class Client(EngineInterface):
@@ -177,7 +180,8 @@ class Client(EngineInterface):
     def _entries(self) -> list[dict[str, Any]]:
         if self._link.models is None:
             entries = self._get("/v1/models").get("data")
-            if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+            known = isinstance(entries, list) and all(isinstance(entry, dict) and "id" in entry for entry in entries)
+            if not known or not entries:
                 raise EngineError(f"{self.base_url} lists no models; is this the address of a ninfer server?")
             self._link.models = entries
         return self._link.models
@@ -208,15 +212,20 @@ class Client(EngineInterface):
     @property
     def profile(self) -> dict[str, Any]:
         """Capabilities as far as the server tells them (asked once)."""
-        inputs = (self._entries()[0].get("architecture") or {}).get("input_modalities") or ["text"]
-        return model_profile(self.model or self.served_names[0], self.known_context, vision="image" in inputs)
+        made = self._entries()[0].get("architecture")
+        inputs = made.get("input_modalities") if isinstance(made, dict) else None
+        vision = isinstance(inputs, list) and "image" in inputs
+        return model_profile(self.model or self.served_names[0], self.known_context, vision=vision)
 
     @property
     def state(self) -> str:
-        """`ready`, `loading`, `failed` (also: nobody answers) or `closed`."""
+        """`ready`, `loading`, `restarting`, `stalled`, `failed` (also: nobody answers) or `closed`."""
         if self._link.closed:
             return "closed"
-        return {"ok": "ready", "loading": "loading"}.get(str(self.health()["status"]), "failed")
+        status = str(self.health().get("status"))
+        if status in ("ok", "checking"):
+            return "ready"
+        return status if status in ("loading", "restarting", "stalled") else "failed"
 
     @property
     def tokenizer(self) -> RemoteTokenizer:
@@ -229,8 +238,8 @@ class Client(EngineInterface):
             answer = _Background.run(
                 self._link.session().get(self.base_url + "/health", headers=self._headers)
             ).result()
-            return dict(answer.json())
-        except (httpx.HTTPError, ValueError) as error:
+            return json_object(answer.content, "the answer to /health")
+        except (httpx.HTTPError, EngineError) as error:
             return {"status": "failed", "error": f"{type(error).__name__}: {error}"}
 
     def stats(self) -> dict[str, Any]:
@@ -246,12 +255,12 @@ class Client(EngineInterface):
             return len(request.prompt)
         if request.prompt is not None:
             return len(self.tokenizer.encode(request.prompt))
-        return int(self._post("/tokenize", _prompt_body(request))["count"])
+        return int(self._post("/tokenize", _prompt_body(request), "count", int))
 
     def render(self, messages: Prompt, tools: Sequence[Tool] | None = None, *, thinking: bool | None = None) -> str:
         """The prompt text, made by the server."""
         request = _as_request(messages, tools, thinking)
-        return str(self._post("/apply-template", _prompt_body(request))["prompt"])
+        return str(self._post("/apply-template", _prompt_body(request), "prompt", str))
 
     # generating
 
@@ -259,11 +268,17 @@ class Client(EngineInterface):
         """Send a request; returns at once. Errors of the server reach the reader of the handle.
 
         Raises:
+            InvalidRequestError: a value that is wrong for every model; it would not travel, or be left out.
             UnsupportedError: a field that does not travel over HTTP.
             EngineClosedError: the client was closed.
         """
         if self._link.closed:
             raise EngineClosedError("the client is closed; make a new one")
+        _check(request)
+        try:
+            (self.model or "").encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"model is {self.model!r}, which is not Unicode text", param="model") from error
         path, body = request_body(request, self.model)
         future: list[Future[None]] = []
 
@@ -343,8 +358,14 @@ class Client(EngineInterface):
     def _get(self, path: str) -> dict[str, Any]:
         return _Background.run(self._json("GET", path, None)).result()
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return _Background.run(self._json("POST", path, body)).result()
+    def _post(self, path: str, body: Mapping[str, Any], name: str, kind: type) -> Any:
+        """A field of the answer, which must be of this kind."""
+        value = _Background.run(self._json("POST", path, body)).result().get(name)
+        if not isinstance(value, kind):
+            raise EngineError(
+                f"the answer to {path} has no {name!r}; is {self.base_url} the address of a ninfer server?"
+            )
+        return value
 
     async def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         try:
@@ -378,10 +399,16 @@ def check_http_client(client: Any) -> None:
         )
 
 
+def _check(request: Request) -> None:
+    """What an engine of this process would refuse whatever its model is; the rest is the server's to say."""
+    check_request(request, addressable=ANY_TOKEN, vision=True, grammars=True)
+
+
 def _as_request(messages: Prompt, tools: Sequence[Tool] | None, thinking: bool | None) -> Request:
-    if isinstance(messages, Request):
-        return messages
-    return make_request(messages, tools=tuple(tools or ()), thinking=thinking)
+    made = messages if isinstance(messages, Request) else None
+    request = made or make_request(messages, tools=tuple(tools or ()), thinking=thinking)
+    _check(request)
+    return request
 
 
 def _prompt_body(request: Request) -> dict[str, Any]:

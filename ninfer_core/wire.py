@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -210,7 +211,7 @@ def json_object(data: bytes, what: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         text = data[:80].decode(errors="replace")
@@ -232,6 +233,8 @@ class ChatReader:
         self._usage = Usage()
         self._timings: Mapping[str, Any] = {}
         self._call: tuple[int, str, str] | None = None
+        self._place: Any = None
+        self._calls = 0
         self._arguments: list[str] = []
 
     def feed(self, line: bytes) -> list[Event]:
@@ -247,12 +250,16 @@ class ChatReader:
             self.done = True
             return [*self._end_call(self._reason != "length"), self._finish()]
         chunk = json_object(data, "a line of the stream")
-        if "error" in chunk:
+        if chunk.get("error"):
             raise error_of(0, chunk["error"], {})
-        self._totals(chunk)
         events: list[Event] = []
-        for choice in chunk.get("choices") or ():
-            events += self._choice(choice)
+        try:
+            self._totals(chunk)
+            for choice in chunk.get("choices") or ():
+                events += self._choice(choice)
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+            text = data[:200].decode(errors="replace")
+            raise EngineError(f"a line of the stream has another form than a chat stream's: {text!r}") from error
         if events and not self._first:
             self._first = time.monotonic() - self._started
         return events
@@ -260,18 +267,19 @@ class ChatReader:
     def _totals(self, chunk: Mapping[str, Any]) -> None:
         if chunk.get("usage"):
             self._usage = _usage_of(chunk["usage"])
-        self._timings = chunk.get("timings") or self._timings
+        timings = chunk.get("timings")
+        self._timings = timings if isinstance(timings, dict) else self._timings
 
     def _choice(self, choice: Mapping[str, Any]) -> list[Event]:
         delta = choice.get("delta") or {}
         events: list[Event] = []
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         if reasoning:
-            events.append(ReasoningDelta(reasoning))
+            events.append(ReasoningDelta(_string(reasoning)))
         logprobs = tuple(_logprob(item) for item in (choice.get("logprobs") or {}).get("content") or ())
         if delta.get("content") or logprobs:
             events += self._end_call(True)
-            events.append(TextDelta(delta.get("content") or "", logprobs))
+            events.append(TextDelta(_string(delta.get("content") or ""), logprobs))
         for part in delta.get("tool_calls") or ():
             events += self._call_part(part)
         self._end(choice)
@@ -285,15 +293,25 @@ class ChatReader:
             self._seed = seed if isinstance(seed, int) else self._seed
 
     def _call_part(self, part: Mapping[str, Any]) -> list[Event]:
-        index, function = int(part.get("index", 0)), part.get("function") or {}
+        place, function = part.get("index"), part.get("function") or {}
+        identity, name, arguments = (
+            str(part.get("id") or ""),
+            str(function.get("name") or ""),
+            function.get("arguments"),
+        )
         events: list[Event] = []
-        if self._call is None or self._call[0] != index:
+        # Some servers number no calls, or all of them 0: a name with another id begins a call too.
+        fresh = bool(name and identity) and self._call is not None and self._call[1] != identity
+        if self._call is None or self._place != place or fresh:
             events += self._end_call(True)
-            self._call = (index, str(part.get("id") or ""), str(function.get("name") or ""))
+            self._place = place
+            self._call = (self._calls, identity, name)
+            self._calls += 1
             events.append(ToolCallStart(*self._call))
-        if function.get("arguments"):
-            self._arguments.append(function["arguments"])
-            events.append(ToolCallDelta(index, function["arguments"]))
+        if arguments:
+            text = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else _string(arguments)
+            self._arguments.append(text)
+            events.append(ToolCallDelta(self._call[0], text))
         return events
 
     def _end_call(self, complete: bool) -> list[Event]:
@@ -311,8 +329,8 @@ class ChatReader:
 
     def _finish(self) -> Finish:
         timings = Timings(
-            prefill=float(self._timings.get("prompt_ms", 0.0)) / 1e3,
-            decode=float(self._timings.get("predicted_ms", 0.0)) / 1e3,
+            prefill=float(self._timings.get("prompt_ms") or 0.0) / 1e3,
+            decode=float(self._timings.get("predicted_ms") or 0.0) / 1e3,
             first_token=self._first,
         )
         return Finish(self._reason, self._usage, timings, self._stop, self._seed)
@@ -323,7 +341,7 @@ class TextReader(ChatReader):
 
     def _choice(self, choice: Mapping[str, Any]) -> list[Event]:
         self._end(choice)
-        text, found = choice.get("text") or "", choice.get("logprobs") or {}
+        text, found = _string(choice.get("text") or ""), choice.get("logprobs") or {}
         logprobs = []
         tokens = found.get("tokens") or ()
         columns = (found.get("token_logprobs") or (), found.get("top_logprobs") or ())
@@ -332,6 +350,12 @@ class TextReader(ChatReader):
             others = tuple(TokenLogprob(-1, t, v, t.encode()) for t, v in (top or {}).items())
             logprobs.append(TokenLogprob(number, token, value, token.encode(), others))
         return [TextDelta(text, tuple(logprobs))] if text or logprobs else []
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a string was expected, not {type(value).__name__}")
+    return value
 
 
 def _logprob(item: Mapping[str, Any]) -> TokenLogprob:
@@ -380,19 +404,21 @@ _BY_STATUS: dict[int, type[NinferError]] = {
 def decode_error(status: int, body: bytes, headers: Mapping[str, str]) -> NinferError:
     """The exception of an answer that is not 200."""
     try:
-        found = json.loads(body)["error"]
-        error = found if isinstance(found, dict) else {"message": str(found)}
-    except (ValueError, KeyError, TypeError):
-        error = {"message": f"the server answered {status}: {body[:200].decode(errors='replace')!r}"}
+        error = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        where = f", which points to {headers['location']!r}" if "location" in headers else ""
+        error = {"message": f"the server answered {status}{where}: {body[:200].decode(errors='replace')!r}"}
     return error_of(status, error, headers)
 
 
-def error_of(status: int, error: Mapping[str, Any], headers: Mapping[str, str]) -> NinferError:
-    """The exception of an error object; `status` 0 is one inside a stream."""
+def error_of(status: int, found: Any, headers: Mapping[str, str]) -> NinferError:
+    """The exception of an error object, or of what a server of another kind has there; `status` 0: in a stream."""
+    error: Mapping[str, Any] = found if isinstance(found, dict) else {"message": str(found)}
     message, code, param = str(error.get("message") or "unknown error"), error.get("code"), error.get("param")
-    if code == "context_length_exceeded" and "n_ctx" in error:
-        return ContextOverflowError(int(error["n_prompt_tokens"]), int(error["n_ctx"]))
-    if code in _BY_CODE:
+    counts = [error.get("n_prompt_tokens"), error.get("n_ctx")]
+    if code == "context_length_exceeded" and all(isinstance(count, int) for count in counts):
+        return ContextOverflowError(*counts)
+    if isinstance(code, str) and code in _BY_CODE:
         return _BY_CODE[code](message, param=param)
     if status in (429, 503, 529) or code == "service_unavailable":
         if headers.get("x-should-retry") == "false":
@@ -410,7 +436,9 @@ def _seconds(headers: Mapping[str, str]) -> float:
     """Seconds to wait before another attempt, as the server says."""
     try:
         if "retry-after-ms" in headers:
-            return max(0.0, float(headers["retry-after-ms"]) / 1e3)
-        return max(0.0, float(headers.get("retry-after", "1")))
+            seconds = float(headers["retry-after-ms"]) / 1e3
+        else:
+            seconds = float(headers.get("retry-after", "1"))
     except ValueError:
         return 1.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 1.0

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ..errors import InvalidRequestError
 from ..runtime.handle import RequestHandle
 from ..runtime.options import PAGE
-from ..runtime.runner import Running
+from ..runtime.running import Running
 from ..types import Completion
 from .floors import step_floor
 from .results import Figure, figure_of

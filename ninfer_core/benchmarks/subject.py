@@ -20,7 +20,8 @@ from ..errors import InvalidRequestError
 from ..inventory import TOKEN_IDS, default_recipe, inventory
 from ..runtime.handle import RequestHandle
 from ..runtime.options import EngineOptions
-from ..runtime.runner import Runner, Running
+from ..runtime.runner import Runner
+from ..runtime.running import Running
 from ..runtime.sampler import Sampler
 from ..runtime.session import Session
 from ..runtime.validation import SamplingParams

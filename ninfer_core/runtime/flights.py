@@ -19,7 +19,7 @@ from ..errors import NotFiniteError
 from .pace import Pacer
 
 if TYPE_CHECKING:
-    from .runner import Running
+    from .running import Running
     from .validation import SamplingParams
 
 KEPT = 576

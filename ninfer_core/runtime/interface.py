@@ -216,7 +216,7 @@ class EngineInterface(ABC):
     @property
     @abstractmethod
     def state(self) -> str:
-        """`new`, `loading`, `ready`, `failed` or `closed`."""
+        """`new`, `loading`, `ready`, `restarting`, `stalled`, `failed` or `closed`."""
 
     @abstractmethod
     def submit(self, request: Request) -> RequestHandle:

@@ -1,9 +1,7 @@
 """The device state of all running sequences, and the only place that moves a cursor.
 
 Verbs: `open` a sequence (reserve its pages and slot), `prefill` one chunk of it, `round` over those that decode,
-`close` it (give everything back). A sequence knows its tokens; the first `length` of them are in its state, of which
-the last `commit` rows wait in the deferred window until the next call applies them. Tokens behind `length` are known
-and emitted: the anchor, and forced tokens after it.
+`close` it (give everything back).
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,13 +21,14 @@ from ..model.vision import VisionTower
 from ..state import FusedState, State
 from ..types import TokenLogprob
 from .budget import ChunkTimes, Stopwatch
-from .flights import Flights, LaneRounds, Seated
+from .flights import Flights, LaneRounds
 from .media import PromptMedia
 from .options import PAGE
-from .pace import Pace, Pacer
-from .prefix import Checkpoint, Kind
+from .pace import Pacer
+from .prefix import Kind
 from .reuse import Reuse, Seat, chunk_ends, prompt_keys, worth
 from .rounds import Rounds, Window
+from .running import Running
 from .sampler import RawLogprob, Sampler
 from .session import Session
 
@@ -39,72 +37,6 @@ if TYPE_CHECKING:
 
 Proposal = Callable[["Running", list[int]], list[int]]
 """For tests: given a sequence and the draft layer's drafts, the drafts to verify instead (any ids, equally many)."""
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """One sequence that holds a slot and pages. `target`: how many tokens prefill must put into the state.
-
-    `ends`: where its chunks end; `wanted`: those where a checkpoint pays; `kept`: the checkpoints made of it. `keys`
-    are what the prefix cache knows the prompt by. `carry` and `behind` are hidden rows that the draft layer has not
-    seen, the one before the next chunk and those of steps without drafts. `seated`: it decodes on the device without
-    the host (`flights`). `exact`: the state has the bits of reading the prompt from its start. `media`: positions and
-    features of its images and videos.
-    """
-
-    session: Session
-    sampler: Sampler
-    slot: int
-    pages: list[int]
-    table: Tensor
-    tokens: list[int]
-    target: int
-    length: int = 0
-    commit: int = 0
-    drafts: list[int] = field(default_factory=list)
-    carry: Tensor | None = None
-    behind: list[Tensor] = field(default_factory=list)
-    pace: Pace = field(default_factory=Pace)
-    alone: bool = False
-    keys: list[Hashable] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    wanted: dict[int, tuple[Kind, bool]] = field(default_factory=dict)
-    kept: list[Checkpoint] = field(default_factory=list)
-    base: int = 0
-    exact: bool = True
-    media: PromptMedia | None = None
-    seated: Seated | None = None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.session.prompt.token_ids)
-
-    @property
-    def emitted(self) -> int:
-        """Tokens of the answer so far: the output index of the next one."""
-        return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def rope_delta(self) -> int:
-        """Rotary position minus token index, behind the prompt."""
-        return self.media.rope_delta if self.media is not None else 0
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether part of the prompt is still to be read."""
-        return self.length < self.target
-
-    def window(self, rows: int) -> Window:
-        """The next `rows` input tokens: known ones, then drafts, then padding that is never kept."""
-        known = self.tokens[self.length : self.length + rows]
-        tokens = (known + self.drafts)[:rows]
-        tokens += [0] * (rows - len(tokens))
-        return Window(tokens, self.slot, self.length, self.commit, self.table, self.rope_delta)
-
-    def place(self, length: int) -> Window:
-        """A window without tokens: where rows of the draft layer from index `length` on go."""
-        return Window([], self.slot, length, 0, self.table, self.rope_delta)
 
 
 class Runner:

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from ..errors import EngineBusyError, NinferError, NotFiniteError
 from .faults import public
 from .handle import RequestHandle
-from .runner import Runner, Running
+from .runner import Runner
+from .running import Running
 from .sampler import Sampler
 from .session import Session
 

@@ -35,7 +35,7 @@ from ninfer_core.engine import Engine  # noqa: E402
 from ninfer_core.frontend.tokenizer import Tokenizer  # noqa: E402
 from ninfer_core.runtime.grammar import Grammar, Plan, compile_plan  # noqa: E402
 from ninfer_core.runtime.handle import RequestHandle  # noqa: E402
-from ninfer_core.runtime.runner import Running  # noqa: E402
+from ninfer_core.runtime.running import Running  # noqa: E402
 from ninfer_core.runtime.sampler import Sampler  # noqa: E402
 from ninfer_core.runtime.session import Session  # noqa: E402
 from ninfer_core.runtime.vocabulary import Vocabulary  # noqa: E402

@@ -30,7 +30,7 @@ from ninfer_core.benchmarks.subject import RandomSubject, Target
 from ninfer_core.engine import Engine
 from ninfer_core.errors import EngineBusyError, InvalidRequestError, RequestTimeoutError
 from ninfer_core.runtime.handle import RequestHandle
-from ninfer_core.runtime.runner import Running
+from ninfer_core.runtime.running import Running
 from ninfer_core.runtime.session import Session
 from ninfer_core.types import Request, Sampling
 
