@@ -415,9 +415,9 @@ def error_of(status: int, found: Any, headers: Mapping[str, str]) -> NinferError
     """The exception of an error object, or of what a server of another kind has there; `status` 0: in a stream."""
     error: Mapping[str, Any] = found if isinstance(found, dict) else {"message": str(found)}
     message, code, param = str(error.get("message") or "unknown error"), error.get("code"), error.get("param")
-    counts = [error.get("n_prompt_tokens"), error.get("n_ctx")]
-    if code == "context_length_exceeded" and all(isinstance(count, int) for count in counts):
-        return ContextOverflowError(*counts)
+    needed, context = error.get("n_prompt_tokens"), error.get("n_ctx")
+    if code == "context_length_exceeded" and isinstance(needed, int) and isinstance(context, int):
+        return ContextOverflowError(needed, context)
     if isinstance(code, str) and code in _BY_CODE:
         return _BY_CODE[code](message, param=param)
     if status in (429, 503, 529) or code == "service_unavailable":

@@ -68,6 +68,10 @@ class _Content:
         if isinstance(content, str):
             self.parts.append(Text(content))
             return
+        if not isinstance(content, Sequence):
+            raise InvalidRequestError(
+                f"{self.where} must be a string or a list of blocks, not {type(content).__name__}", param=self.where
+            )
         for i, block in enumerate(content):
             if isinstance(block, str):
                 self.parts.append(Text(block))
@@ -80,6 +84,8 @@ class _Content:
 
     def _block(self, block: Mapping[str, Any], where: str) -> None:
         kind = block.get("type", "text")
+        if not isinstance(kind, str):
+            raise InvalidRequestError(f"{where}.type must be a string, not {type(kind).__name__}", param=where)
         assistant = self.role == "assistant"
         if kind in _TEXT:
             self.parts.append(Text(_text_of(block, kind, where)))

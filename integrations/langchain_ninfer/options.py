@@ -7,7 +7,14 @@ from typing import Any
 
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 
-from ninfer_core.adapter import format_of_envelope, own_options, tool_choice_of
+from ninfer_core.adapter import (
+    copied_mapping,
+    format_of_envelope,
+    own_options,
+    stop_strings,
+    tool_choice_of,
+    tool_list,
+)
 from ninfer_core.errors import InvalidRequestError, UnsupportedError
 from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool
 
@@ -134,8 +141,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_request(messages: Sequence[Message], options: Mapping[str, Any]) -> Request:
     """A request from messages and complete options (the model's fields and those of the call)."""
-    tools = tuple(_neutral_tool(tool) for tool in options.get("tools") or ())
-    stop = options.get("stop") or ()
+    tools = tuple(_neutral_tool(tool) for tool in tool_list(options.get("tools")))
     logprobs = options.get("logprobs")
     top = options.get("top_logprobs")
     if top is not None and logprobs is False:
@@ -147,10 +153,10 @@ def build_request(messages: Sequence[Message], options: Mapping[str, Any]) -> Re
         parallel_tool_calls=options.get("parallel_tool_calls") is not False,
         response_format=response_format_of(options.get("response_format")),
         sampling=Sampling(
-            **{name: options.get(name) for name in SAMPLING}, logit_bias=dict(options.get("logit_bias") or {})
+            **{name: options.get(name) for name in SAMPLING}, logit_bias=copied_mapping(options.get("logit_bias") or {})
         ),
         max_tokens=options.get("max_tokens"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop_strings(options.get("stop")),
         thinking=options.get("reasoning"),
         thinking_budget=options.get("reasoning_budget"),
         preserve_thinking=options.get("preserve_reasoning"),

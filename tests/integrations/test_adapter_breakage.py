@@ -13,7 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from langchain_core import exceptions as lc
+from langchain_core.messages import HumanMessage
 from langchain_ninfer import ChatNInfer
+from langchain_ninfer.messages import to_messages
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.ninfer import NInfer
 
@@ -367,3 +369,68 @@ def test_tools_that_are_none(tools: list[Any]) -> None:
     chat = ChatNInfer.from_engine(ScriptedEngine("ok"))
     with pytest.raises(lc.ModelInvalidRequestError, match="tools"):
         chat.bind_tools(tools).invoke("hi")
+
+
+NOT_JSON = {"type": "object", "properties": {"x": {"default": object()}}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"temperature": float("nan")},
+        {"stop": 3},
+        {"stop": ["\ud800"]},
+        {"logit_bias": [1]},
+        {"priority": "x"},
+        {"timeout": 0},
+        {"timeout": -1},
+        {"timeout": "x"},
+        {"tools": 3},
+        {"tools": "f"},
+        {"tool_choice": "any"},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": NOT_JSON}}]},
+        {"response_format": NOT_JSON},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_the_same_error_in_both_modes(options: dict[str, Any], serve: Serve) -> None:
+    """Over HTTP too, where a wrong value would fail to be written, or not travel at all."""
+    with ScriptedEngine("Hello!", name="same-errors") as engine:
+        url = serve(engine)
+        chats = (ChatNInfer.from_engine(engine), ChatNInfer(model="same-errors", base_url=url))
+        llms = (NInfer.from_engine(engine), NInfer(model="same-errors", base_url=url))
+        for told_by in (
+            [lambda m=m: m.invoke("hi", **options) for m in chats],
+            [lambda m=m: m.chat(USER, **options) for m in llms],
+        ):
+            texts = []
+            for run in told_by:
+                with pytest.raises(InvalidRequestError) as told:
+                    run()
+                texts.append((str(told.value), told.value.param))
+            assert texts[0] == texts[1]
+        assert not engine.requests
+
+
+@pytest.mark.parametrize("mode", ["in-process", "http"])
+def test_text_that_is_not_unicode(mode: str, serve: Serve) -> None:
+    with ScriptedEngine("Hello!", name="not-unicode") as engine:
+        chat = (
+            ChatNInfer.from_engine(engine)
+            if mode != "http"
+            else ChatNInfer(model="not-unicode", base_url=serve(engine))
+        )
+        for run in (lambda: chat.invoke("\ud800"), lambda: chat.get_num_tokens_from_messages([HumanMessage("\ud800")])):
+            with pytest.raises(lc.ModelInvalidRequestError, match="surrogate"):
+                run()
+        with pytest.raises((lc.ModelInvalidRequestError, lc.ModelNotFoundError)):
+            chat.invoke("hi", model="\ud800")
+        assert not engine.requests
+
+
+@pytest.mark.parametrize("block", [{"type": ["x"]}, {"type": None, "text": "x"}, {"type": "tool_result", "content": 3}])
+def test_blocks_of_no_type(block: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[0\]"):
+        to_messages([HumanMessage([block])], adapter.MediaPolicy())

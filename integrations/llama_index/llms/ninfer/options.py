@@ -8,7 +8,7 @@ from typing import Any
 from llama_index.core.tools.types import BaseTool
 from pydantic import BaseModel
 
-from ninfer_core.adapter import format_of_envelope, tool_choice_of
+from ninfer_core.adapter import copied_mapping, format_of_envelope, stop_strings, tool_choice_of, tool_list
 from ninfer_core.errors import InvalidRequestError
 from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool
 
@@ -69,8 +69,8 @@ def response_format_of(value: Any) -> ResponseFormat | None:
 
 def build_request(messages: Sequence[Message], prompt: str | None, options: Mapping[str, Any]) -> Request:
     """A request from messages (or a raw prompt) and complete options."""
-    tools = tuple(_tool(spec) for spec in options.get("tools") or ())
-    stop, logprobs = options.get("stop") or (), options.get("logprobs")
+    tools = tuple(_tool(spec) for spec in tool_list(options.get("tools")))
+    logprobs = options.get("logprobs")
     return Request(
         messages=tuple(messages),
         prompt=prompt,
@@ -79,10 +79,10 @@ def build_request(messages: Sequence[Message], prompt: str | None, options: Mapp
         parallel_tool_calls=options.get("parallel_tool_calls") is not False,
         response_format=response_format_of(options.get("response_format")),
         sampling=Sampling(
-            **{name: options.get(name) for name in SAMPLING}, logit_bias=dict(options.get("logit_bias") or {})
+            **{name: options.get(name) for name in SAMPLING}, logit_bias=copied_mapping(options.get("logit_bias") or {})
         ),
         max_tokens=options.get("max_tokens"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop_strings(options.get("stop")),
         thinking=options.get("thinking") if prompt is None else None,
         thinking_budget=options.get("thinking_budget") if prompt is None else None,
         preserve_thinking=options.get("preserve_thinking"),
