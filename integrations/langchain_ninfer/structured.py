@@ -11,7 +11,7 @@ from langchain_core.messages import AIMessageChunk
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration
-from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
+from langchain_core.runnables import AddableDict, Runnable, RunnableGenerator, RunnablePassthrough
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import ValidationError
 
@@ -62,7 +62,18 @@ def structured(
         return bound | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    return bound | RunnableGenerator(_raw, _araw) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+# The model is the first step, not inside a `RunnableMap`: that would drop the options of the call (`reasoning=False`).
+def _raw(messages: Iterator[Any]) -> Iterator[Any]:
+    for message in messages:
+        yield AddableDict(raw=message)
+
+
+async def _araw(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for message in messages:
+        yield AddableDict(raw=message)
 
 
 def _format(schema: Any, strict: bool | None) -> dict[str, Any]:

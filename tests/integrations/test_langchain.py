@@ -338,6 +338,21 @@ def test_structured_output_is_never_none(method: Any) -> None:
     assert both["raw"].content == "no"
 
 
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+async def test_options_of_a_call_reach_the_model_beside_the_raw_answer(method: Any) -> None:
+    """A `RunnableMap` around the model would drop them without a word."""
+    call = Reply("", tool_calls=[ToolCall("", "Point", {"x": 1, "y": 2})])
+    engine, model = scripted(call if method == "function_calling" else '{"x": 1, "y": 2}')
+    chain = model.with_structured_output(Point, method=method, include_raw=True)
+    chain.invoke("hi", reasoning=False, max_tokens=99)
+    chain.batch(["hi"], reasoning=False, max_tokens=99)
+    await chain.ainvoke("hi", reasoning=False, max_tokens=99)
+    parts = list(chain.stream("hi", reasoning=False, max_tokens=99))
+    parts += [part async for part in chain.astream("hi", reasoning=False, max_tokens=99)]
+    assert all(isinstance(part, dict) for part in parts) and any("raw" in part for part in parts)
+    assert [(request.thinking, request.max_tokens) for request in engine.requests] == [(False, 99)] * 5
+
+
 def test_tools_and_a_schema_in_one_request() -> None:
     engine, model = scripted()
     schema = {
