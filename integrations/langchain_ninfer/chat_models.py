@@ -387,7 +387,7 @@ class ChatNInfer(ManyAtOnce):
             return list(self._engine().tokenizer.encode(text))
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of the prompt that these messages and tools become: what `input_tokens` will say."""
+        """Tokens of the prompt that these messages and tools become with the fields of the model, as `input_tokens`."""
         if self.custom_get_token_ids is not None:
             return super().get_num_tokens_from_messages(messages, tools)
         with translated():

@@ -187,7 +187,7 @@ class NInfer(FunctionCallingLLM):
         return list(self._engine().tokenizer.encode(text))
 
     def count_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of the prompt that these messages and tools become: what `raw["usage"]` will say."""
+        """Tokens of the prompt that these messages and tools become with the LLM's fields, as in `raw["usage"]`."""
         return int(self._engine().count_tokens(self._request(messages, None, {"tools": list(tools or ())})))
 
     def _request(self, messages: Sequence[ChatMessage], prompt: str | None, options: Mapping[str, Any]) -> Request:
