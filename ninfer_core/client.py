@@ -94,10 +94,16 @@ class _Link:
         with self.lock:
             if self._own is None or self._pid != os.getpid():
                 self._pid = os.getpid()
-                self._own = httpx.AsyncClient(
-                    timeout=httpx.Timeout(IDLE_SECONDS, connect=CONNECT_SECONDS, pool=None),
-                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
-                )
+                try:
+                    self._own = httpx.AsyncClient(
+                        timeout=httpx.Timeout(IDLE_SECONDS, connect=CONNECT_SECONDS, pool=None),
+                        limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+                    )
+                except (ValueError, ImportError, OSError) as error:
+                    raise EngineError(
+                        "the proxies or certificates that the environment names (HTTP_PROXY, ALL_PROXY, "
+                        f"SSL_CERT_FILE) cannot be used: {error}"
+                    ) from error
             return self._own
 
     def close(self) -> None:
@@ -139,7 +145,8 @@ class Client(EngineInterface):
             loop only, and you close it.
 
     Raises:
-        InvalidRequestError: the address has no scheme or host, or the client is of another kind.
+        InvalidRequestError: the address has no scheme or host, the key cannot be sent, or the client is of another
+            kind.
     """
 
     nonblocking = True
@@ -158,6 +165,12 @@ class Client(EngineInterface):
         self.base_url = check_address(base_url)
         if http_client is not None:
             check_http_client(http_client)
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidRequestError(
+                "api_key holds a character that no HTTP header can carry, such as the line end of a file it was read "
+                "from",
+                param="api_key",
+            )
         self.model = model
         self.timeout = timeout
         self.max_retries = max_retries

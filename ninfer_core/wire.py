@@ -64,8 +64,12 @@ def check_address(base_url: str) -> str:
     Raises:
         InvalidRequestError: it is no http(s) address.
     """
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(base_url)
+        known = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket that does not close
+        known = False
+    if not known:
         raise InvalidRequestError(
             f"base_url is {base_url!r}; it must begin with http:// or https:// and name a host, such as "
             "http://127.0.0.1:11434",

@@ -18,6 +18,7 @@ from langchain_ninfer import ChatNInfer
 from langchain_ninfer.messages import to_messages
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.ninfer import NInfer
+from pydantic import SecretStr
 
 from ninfer_core import adapter
 from ninfer_core.client import Client
@@ -25,6 +26,7 @@ from ninfer_core.engine import EngineOptions
 from ninfer_core.errors import (
     EngineClosedError,
     EngineConflictError,
+    EngineError,
     InvalidRequestError,
     ModelNotFoundError,
     ServerUnreachableError,
@@ -434,3 +436,34 @@ def test_text_that_is_not_unicode(mode: str, serve: Serve) -> None:
 def test_blocks_of_no_type(block: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[0\]"):
         to_messages([HumanMessage([block])], adapter.MediaPolicy())
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host:port", "http://host:99999", "http://host:0", "http://[::1", "http://:80", "host:80"]
+)
+def test_an_address_that_cannot_be(url: str) -> None:
+    with pytest.raises(InvalidRequestError, match="base_url"):
+        Client(url)
+    for kind in (ChatNInfer, NInfer):
+        with pytest.raises(ValueError, match="base_url"):
+            kind(model="demo", base_url=url)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "secr\u00e9t", "secret\ud800"])
+def test_a_key_that_no_header_carries(key: str) -> None:
+    """It is refused before it is sent, and not shown."""
+    for run in (
+        lambda: ChatNInfer(model="demo", base_url=NOBODY, api_key=SecretStr(key)).invoke("hi"),
+        lambda: NInfer(model="demo", base_url=NOBODY, api_key=key).chat(USER),
+    ):
+        with pytest.raises(InvalidRequestError, match="api_key") as told:
+            run()
+        assert "secr" not in str(told.value)
+
+
+def test_a_proxy_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "nonsense://proxy")
+    client = Client("http://server.invalid")
+    with pytest.raises(EngineError, match="HTTP_PROXY"):
+        client.generate("hi")
+    assert client.state == "failed" and "HTTP_PROXY" in client.health()["error"]
