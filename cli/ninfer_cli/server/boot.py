@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -26,7 +25,6 @@ from .security import HEALTH_PATHS, OPEN_PATHS, ApiKeys, HostGuard
 from .settings import ServerSettings
 from .wire import JsonResponse
 
-logger = logging.getLogger("ninfer.server")
 HEADER_LIMIT = 64 << 10
 
 
@@ -59,8 +57,6 @@ class Boot:
         except Exception as error:
             self.error = error
             stop()
-            return
-        logger.info("%s is loaded", self.model)
 
     def close(self) -> None:
         """Close the log and the engine."""

@@ -226,8 +226,11 @@ class InstalledModels:
         """A loaded engine; how far it is shows on stderr."""
         from ninfer_core.engine import Engine
 
-        with loading(Console(os.environ), Path(path).name) as progress:
-            return Engine.load(path, progress=progress, **self._fields)
+        console, name = Console(os.environ), store.describe(path).name
+        with loading(console, name) as progress:
+            engine = Engine.load(path, progress=progress, **self._fields)
+        console.note(f"ninfer: {name} is loaded")
+        return engine
 
     def describe(self, path: str) -> Any:
         """The same without its weights."""
