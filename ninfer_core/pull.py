@@ -308,12 +308,14 @@ class _Pull:
 
     def _wait_for(self, lock: ProcessLock, files: list[RemoteFile]) -> None:
         """Take the lock; while another process has it, tell how far that one is."""
+        done = 0
         while not lock.acquire():
             if self.options.cancelled():
                 raise RequestCancelledError(
                     f"gave up waiting for process {lock.holder()}, which downloads the same model"
                 )
-            done = sum(received(self.place.target(file), file) for file in files)
+            # The parts are gone from where they were once the other has installed them.
+            done = max(done, sum(received(self.place.target(file), file) for file in files))
             self.options.progress(
                 Status("waiting", f"process {lock.holder()}", all_done=done, total=sum(file.size for file in files))
             )

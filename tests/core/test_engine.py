@@ -68,7 +68,8 @@ def test_generate_stream_and_async_agree(shared):
     for found in (events, again):
         assert "".join(e.text for e in found if isinstance(e, TextDelta)) == whole.text
         assert isinstance(found[-1], Finish) and sum(isinstance(e, Finish) for e in found) == 1
-        assert found[-1].usage == whole.usage
+        # The first one met an empty prefix cache, or not, as other tests with this engine ran before.
+        assert dataclasses.replace(found[-1].usage, known_tokens=whole.usage.known_tokens) == whole.usage
     assert asyncio.run(agenerate()).text == whole.text
 
 

@@ -94,10 +94,9 @@ class FakeHub:
         return {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_TELEMETRY": "1", **more}
 
     def forget(self) -> None:
-        """Start counting anew."""
+        """Start counting anew; what is still being sent for earlier requests counts as theirs."""
         with self.lock:
-            self.requests.clear()
-            self.sent.clear()
+            self.requests, self.sent = [], {}
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = urlsplit(handler.path).path
@@ -167,6 +166,7 @@ class FakeHub:
         faults, first = self.faults, start
         cut = stop
         with self.lock:
+            sent = self.sent
             if faults.cut and faults.cuts > 0 and stop - start > faults.cut:
                 faults.cuts -= 1
                 cut = start + faults.cut
@@ -179,7 +179,7 @@ class FakeHub:
                         block[place - start] ^= 0xFF
             handler.wfile.write(block)
             with self.lock:
-                self.sent[name] = self.sent.get(name, 0) + len(block)
+                sent[name] = sent.get(name, 0) + len(block)
             start += len(block)
             if faults.pause:
                 time.sleep(faults.pause)

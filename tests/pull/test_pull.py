@@ -306,8 +306,8 @@ def test_two_pulls_at_once_share_one_download(hub: FakeHub, env: dict[str, str],
         time.sleep(0.005)
     second = threading.Thread(target=run, args=(seen.append,))
     second.start()
-    first.join(30)
-    second.join(30)
+    first.join(120)
+    second.join(120)
     assert len(results) == 2 and results[0] == results[1]
     assert hub.sent["qwen3_6_27b.ninfer"] == len(published)
     waiting = [status for status in seen if status.phase == "waiting"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import re
 import shutil
 import subprocess
 import sys
@@ -79,8 +79,9 @@ def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]], edge_rows: int 
 
 
 def peak() -> float:
-    """Peak resident set of this process so far, GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    """Peak resident set of this process so far, GiB; `getrusage` would count the parent's, from before `exec`."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**20  # type: ignore[index]
 
 
 ROLES = {
