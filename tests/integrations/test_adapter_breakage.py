@@ -395,7 +395,6 @@ NOT_JSON = {"type": "object", "properties": {"x": {"default": object()}}}
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": NOT_JSON}}]},
         {"response_format": NOT_JSON},
     ],
-    ids=str,
 )
 def test_wrong_options_are_the_same_error_in_both_modes(options: dict[str, Any], serve: Serve) -> None:
     """Over HTTP too, where a wrong value would fail to be written, or not travel at all."""
