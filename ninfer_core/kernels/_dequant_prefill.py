@@ -270,11 +270,3 @@ def slot_of(k):
     r = k % 64
     v = (r // 32) * 4 + r % 4
     return k - r + v * 8 + ((r % 16) // 4) * 2 + (r % 32) // 16
-
-
-@triton.jit
-def index_of(slot):
-    """Inverse of `slot_of`: the K index in column `slot` of `operand`."""
-    r = slot % 64
-    v = r // 8
-    return slot - r + (v // 4) * 32 + (r % 2) * 16 + ((r % 8) // 2) * 4 + v % 4

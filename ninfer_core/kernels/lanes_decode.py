@@ -67,7 +67,7 @@ _WIDTH = tl.constexpr(LANE_WIDTH)
 _RESULT = tl.constexpr(RESULT_WIDTH)
 _K = tl.constexpr(MOST_TOP_K)
 _ROOM = tl.constexpr(2 * MOST_TOP_K)
-_SCRATCH = tl.constexpr(5 * MOST_TOP_K)
+_SCRATCH = tl.constexpr(SCRATCH_WIDTH)
 _PATTERN = tl.constexpr(64)
 _CHAIN = tl.constexpr(MOST_DRAFTS)
 
