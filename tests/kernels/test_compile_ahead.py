@@ -42,7 +42,6 @@ weights = random_packed(config, seed=1, device="cpu", recipe=RECIPE_DEMO)
 decoder = FusedDecoder(weights, config, context=256)
 state = FusedState(config, slots=9, pages=3, device="cpu")
 rounds = DeviceRounds(decoder, FusedMTP(decoder), state, slots=9, pages=3, addressable=384)
-before = [t.clone() for t in (rounds.lanes, state.s if hasattr(state, "s") else state.gdn[0].s)]
 builds = compile_ahead.noted(lambda: [rounds._round(1, 4, 3, 16), rounds._round(1, 1, 3, 16), rounds._round(1, 1, 0, 16)])
 again = compile_ahead.noted(lambda: rounds._round(1, 1, 0, 16))
 names = sorted({b.name for b in builds})
