@@ -37,11 +37,6 @@ class Ended:
         return True
 
 
-def state_blocks(slot: int, page: int) -> int:
-    """Blocks that the state of a slot takes: bytes of a slot, bytes of a page."""
-    return -(-slot // page)
-
-
 class HostState:
     """`blocks` blocks of host memory beside a device state.
 
@@ -54,10 +49,9 @@ class HostState:
 
     def __init__(self, state: DeviceState, blocks: int) -> None:
         self.blocks = blocks
-        self.state_blocks = state_blocks(state.bytes_per_slot, state.kv_bytes_per_page)
+        self.state_blocks = -(-state.bytes_per_slot // state.kv_bytes_per_page)
         self._state = state
         self._memory = torch.empty(blocks, state.kv_bytes_per_page, dtype=torch.uint8)
-        self._kv = [t for t in (state.kv_codes, state.kv_scales) if t is not None]
         self._stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
         self._pinned = False
         if self._stream is not None:
@@ -169,7 +163,7 @@ class HostState:
     def _gather(self, pages: Sequence[int]) -> Tensor:
         """The bytes of pages `[n, block]` in one buffer: codes of all layers, then scales."""
         buffer, index, at = self._buffer(len(pages)), self._index(pages), 0
-        for tensor in self._kv:
+        for tensor in self._state.page_tensors:
             data = tensor[:, :, :, index].movedim(3, 0).reshape(len(pages), -1).view(torch.uint8)
             buffer[:, at : at + data.shape[1]] = data
             at += data.shape[1]
@@ -178,7 +172,7 @@ class HostState:
     def _scatter(self, buffer: Tensor, pages: Sequence[int]) -> None:
         """The inverse of `_gather`."""
         index, at = self._index(pages), 0
-        for tensor in self._kv:
+        for tensor in self._state.page_tensors:
             shape = (*tensor.shape[:3], *tensor.shape[4:])
             count = math.prod(shape) * tensor.itemsize
             data = buffer[:, at : at + count].contiguous().view(tensor.dtype).view(len(pages), *shape)

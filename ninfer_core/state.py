@@ -60,16 +60,41 @@ class DeviceState:
     """
 
     pages: int
+    page_size: int
     slots: int
     device: torch.device
+    kv_dtype: str
     kv_codes: Tensor
     kv_scales: Tensor | None
+    kv: tuple[KVLayer, ...]
+    mtp_kv: tuple[KVLayer, ...]
     _slot_tensors: tuple[Tensor, ...]
+
+    def _make_pages(self, config: ModelConfig) -> None:
+        """Zeroed pages, and the views of them for each layer."""
+        attention = len(config.attention_layers)
+        count = attention + config.mtp_num_hidden_layers
+        shape, device = (count, 2, config.num_key_value_heads, self.pages, self.page_size), self.device
+        self.kv_codes = torch.zeros(*shape, config.head_dim, dtype=_KV_TYPES[self.kv_dtype], device=device)
+        self.kv_scales = (
+            torch.zeros(*shape, config.head_dim // KV_GROUP, dtype=torch.float16, device=device)
+            if self.kv_dtype == "int8"
+            else None
+        )
+        layers = tuple(
+            KVLayer(self.kv_codes[i], None if self.kv_scales is None else self.kv_scales[i]) for i in range(count)
+        )
+        self.kv, self.mtp_kv = layers[:attention], layers[attention:]
+
+    @property
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        """What a page holds: codes, and scales if there are any."""
+        return (self.kv_codes,) if self.kv_scales is None else (self.kv_codes, self.kv_scales)
 
     @property
     def kv_bytes_per_page(self) -> int:
         """Bytes of one page over all attention layers and the MTP layer, scales included."""
-        return sum(t.numel() * t.element_size() for t in (self.kv_codes, self.kv_scales) if t is not None) // self.pages
+        return sum(t.numel() * t.element_size() for t in self.page_tensors) // self.pages
 
     @property
     def bytes_per_slot(self) -> int:
@@ -83,9 +108,8 @@ class DeviceState:
 
     def free(self) -> None:
         """Give the memory back now, whoever still holds a tensor of it. Nothing may be using the state."""
-        for tensor in (self.kv_codes, self.kv_scales, *self._slot_tensors):
-            if tensor is not None:
-                tensor.untyped_storage().resize_(0)
+        for tensor in (*self.page_tensors, *self._slot_tensors):
+            tensor.untyped_storage().resize_(0)
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the GDN state of one slot, with what it has not taken yet, to another."""
@@ -94,9 +118,8 @@ class DeviceState:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one KV page, of all layers, to another."""
-        for tensor in (self.kv_codes, self.kv_scales):
-            if tensor is not None:
-                tensor[:, :, :, target].copy_(tensor[:, :, :, source])
+        for tensor in self.page_tensors:
+            tensor[:, :, :, target].copy_(tensor[:, :, :, source])
 
     def slot_parts(self, slot: int) -> Iterator[Tensor]:
         """What a slot holds, in contiguous parts; always in the same order."""
@@ -111,9 +134,8 @@ class DeviceState:
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Overwrite KV pages with zeros."""
         index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
-        for tensor in (self.kv_codes, self.kv_scales):
-            if tensor is not None:
-                tensor[:, :, :, index] = 0
+        for tensor in self.page_tensors:
+            tensor[:, :, :, index] = 0
 
 
 class State(DeviceState):
@@ -152,20 +174,7 @@ class State(DeviceState):
             )
         self.config, self.slots, self.pages, self.page_size = config, slots, pages, page_size
         self.kv_dtype, self.window, self.device = kv_dtype, max_draft + 1, torch.device(device)
-        attention = len(config.attention_layers)
-        mtp = config.mtp_num_hidden_layers
-        shape = (attention + mtp, 2, config.num_key_value_heads, pages, page_size)
-        self.kv_codes = torch.zeros(*shape, config.head_dim, dtype=_KV_TYPES[kv_dtype], device=device)
-        self.kv_scales = (
-            torch.zeros(*shape, config.head_dim // KV_GROUP, dtype=torch.float16, device=device)
-            if kv_dtype == "int8"
-            else None
-        )
-        layers = tuple(
-            KVLayer(self.kv_codes[i], None if self.kv_scales is None else self.kv_scales[i])
-            for i in range(attention + mtp)
-        )
-        self.kv, self.mtp_kv = layers[:attention], layers[attention:]
+        self._make_pages(config)
         count, heads = len(config.gdn_layers), config.linear_num_value_heads
         dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
         rows = (count, slots, self.window)
@@ -262,16 +271,7 @@ class FusedState(DeviceState):
             )
         self.config, self.slots, self.pages, self.device = config, slots, pages, torch.device(device)
         self.kv_dtype, self.window = kv_dtype, max_draft + 1
-        layers = len(config.attention_layers) + config.mtp_num_hidden_layers
-        shape = (layers, 2, config.num_key_value_heads, pages, self.page_size)
-        self.kv_codes = torch.zeros(*shape, 256, dtype=_KV_TYPES[kv_dtype], device=device)
-        self.kv_scales = (
-            torch.zeros(*shape, 256 // KV_GROUP, dtype=torch.float16, device=device) if kv_dtype == "int8" else None
-        )
-        kv = tuple(
-            KVLayer(self.kv_codes[i], None if self.kv_scales is None else self.kv_scales[i]) for i in range(layers)
-        )
-        self.kv, self.mtp_kv = kv[: len(config.attention_layers)], kv[len(config.attention_layers) :]
+        self._make_pages(config)
         self._slot_tensors = _delta_tensors(
             len(config.gdn_layers), slots, config.linear_num_key_heads, config.linear_num_value_heads, device
         )
