@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..hosted import Ticket
 from .pool import Pool
 from .prefix import Checkpoint, Keys, Match, PrefixCache
 
@@ -20,13 +21,6 @@ HOST_STATS = (
 )  # fmt: skip
 MOST = 65_536
 """Checkpoints in host memory at most; the blocks run out long before."""
-
-
-class Ticket(Protocol):
-    """What tells when a copy has ended."""
-
-    def query(self) -> bool:
-        """Whether it has."""
 
 
 class Host(Protocol):
