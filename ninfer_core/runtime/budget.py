@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from .pace import Cost
+
 PARTS = 8
 """Sizes of chunks that are told apart."""
 
@@ -20,25 +22,18 @@ class ChunkTimes:
 
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
-        self._counts = [0] * (PARTS + 1)
-        self._seconds = [0.0] * (PARTS + 1)
+        self._costs = [Cost(0.2) for _ in range(PARTS + 1)]
 
     def _part(self, tokens: int) -> int:
         return min(PARTS, -(-tokens * PARTS // self._chunk))
 
     def measured(self, tokens: int, seconds: float) -> None:
-        """A chunk of so many tokens took so long. The first of a size may have compiled something: it counts not."""
-        part = self._part(tokens)
-        self._counts[part] += 1
-        known = self._seconds[part]
-        if self._counts[part] <= 2:
-            self._seconds[part] = seconds
-        else:  # a pause of the machine moves it little
-            self._seconds[part] += 0.2 * (min(seconds, 3 * known) - known)
+        """A chunk of so many tokens took so long."""
+        self._costs[self._part(tokens)].add(seconds)
 
     def expected(self, tokens: int) -> float | None:
         """What a chunk takes, by those that were as long or longer; None if none was."""
-        return next((self._seconds[p] for p in range(self._part(tokens), PARTS + 1) if self._counts[p] >= 2), None)
+        return next((c.known for c in self._costs[self._part(tokens) :] if c.known is not None), None)
 
     @property
     def whole(self) -> float | None:

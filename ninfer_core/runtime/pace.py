@@ -62,20 +62,31 @@ class Pace:
 
 
 @dataclass(slots=True)
-class _Cost:
-    """Seconds of rounds of one kind. The first may have compiled something, so it does not count."""
+class Cost:
+    """Seconds of what is done again and again. The first time may have compiled something, so it does not count.
 
+    `share`: how much a further time moves the mean; of those up to number `least` the shortest counts.
+    """
+
+    share: float
+    least: int = 2
     count: int = 0
     seconds: float = 0.0
 
+    @property
+    def known(self) -> float | None:
+        """What it takes; None if that is not known yet."""
+        return self.seconds if self.count >= 2 else None
+
     def add(self, seconds: float) -> None:
+        """It took so long once more."""
         self.count += 1
         if self.count <= 2:
             self.seconds = seconds
-        elif self.count <= 4:
+        elif self.count <= self.least:
             self.seconds = min(self.seconds, seconds)
         else:  # a pause of the machine must not look like a cost: what is far above the mean moves it little
-            self.seconds += 0.15 * (min(seconds, 3 * self.seconds) - self.seconds)
+            self.seconds += self.share * (min(seconds, 3 * self.seconds) - self.seconds)
 
 
 @dataclass(slots=True)
@@ -98,23 +109,20 @@ class Pacer:
     def __init__(self, draft_tokens: int, *, enabled: bool = True) -> None:
         self._most = self.depth = draft_tokens
         self._enabled = enabled and draft_tokens > 0
-        self._costs: dict[tuple[int, int], _Cost] = {}
+        self._costs: dict[tuple[int, int], Cost] = {}
         self._loads: dict[int, _Load] = {}
         self._usual = Hits(span=200)
         self._rounds = 0
 
     def measured(self, drafts: int, sequences: int, seconds: float) -> None:
         """A round of so many sequences with so many drafts each, and as many made for the next, took so long."""
-        self._costs.setdefault((drafts, _crowd(sequences)), _Cost()).add(seconds)
-
-    def _cost(self, drafts: int, sequences: int) -> float | None:
-        cost = self._costs.get((drafts, _crowd(sequences)))
-        return cost.seconds if cost is not None and cost.count >= 2 else None
+        self._costs.setdefault((drafts, _crowd(sequences)), Cost(0.15, least=4)).add(seconds)
 
     def _known(self, sequences: int) -> dict[int, float]:
         """Costs that were measured at this load, by drafts."""
-        found = ((k, self._cost(k, sequences)) for k in range(self._most + 1))
-        return {k: cost for k, cost in found if cost is not None}
+        crowd = _crowd(sequences)
+        found = ((k, self._costs.get((k, crowd))) for k in range(self._most + 1))
+        return {k: cost.seconds for k, cost in found if cost is not None and cost.known is not None}
 
     # the depth of all
 
