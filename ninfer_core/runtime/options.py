@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
@@ -12,6 +13,8 @@ from ..errors import InvalidRequestError
 
 MAX_DRAFT = 5
 PAGE = 64
+_AUTO = ("context_length", "prefill_chunk", "checkpoints", "threads", "memory", "watchdog")
+"""Numbers that may be "auto"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,17 @@ class EngineOptions:
         _range(self, "checkpoints", 0, 4096)
         _range(self, "threads", 1, None)
         _range(self, "memory", 1, None)
-        _seconds(self, "watchdog")
+        _number(self, "watchdog", math.inf, '"auto", or seconds from 0 on')
         for name in ("verify", "vision"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
-        _host_cache(self)
+        _number(self, "host_cache_gb", 1e6, "a number from 0")
+        if self.host_cache_gb and (not self.prefix_cache or self.checkpoints == 0):
+            raise InvalidRequestError(
+                f"host_cache_gb is {self.host_cache_gb!r}, but the prefix cache it extends is off (prefix_cache, "
+                "checkpoints)",
+                param="host_cache_gb",
+            )
         if self.prefill_chunk != "auto" and self.prefill_chunk % PAGE:
             raise InvalidRequestError(
                 f"prefill_chunk is {self.prefill_chunk}; it must be a multiple of {PAGE}", param="prefill_chunk"
@@ -145,28 +154,19 @@ def _choice(options: EngineOptions, name: str, allowed: tuple[str, ...]) -> None
         raise InvalidRequestError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}", param=name)
 
 
-def _host_cache(options: EngineOptions) -> None:
-    value: Any = options.host_cache_gb
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
-        raise InvalidRequestError(f"host_cache_gb is {value!r}; it must be a number from 0", param="host_cache_gb")
-    if value and (not options.prefix_cache or options.checkpoints == 0):
-        raise InvalidRequestError(
-            f"host_cache_gb is {value!r}, but the prefix cache it extends is off (prefix_cache, checkpoints)",
-            param="host_cache_gb",
-        )
-
-
 def _range(options: EngineOptions, name: str, low: int, high: int | None) -> None:
     value: Any = getattr(options, name)
-    if value == "auto" and name in ("context_length", "prefill_chunk", "checkpoints", "threads", "memory"):
+    if value == "auto" and name in _AUTO:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         raise InvalidRequestError(f"{name} is {value!r}; it must be an integer {limit}", param=name)
 
 
-def _seconds(options: EngineOptions, name: str) -> None:
+def _number(options: EngineOptions, name: str, below: float, what: str) -> None:
+    """A number from 0 and below this, in words: `what`."""
     value: Any = getattr(options, name)
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
-    if value != "auto" and not fine:
-        raise InvalidRequestError(f'{name} is {value!r}; it must be "auto", or seconds from 0 on', param=name)
+    if value == "auto" and name in _AUTO:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
+        raise InvalidRequestError(f"{name} is {value!r}; it must be {what}", param=name)
