@@ -170,7 +170,7 @@ class Runner:
 
         The sequences of before have ended and must not be closed after this.
         """
-        held = [*self.pages.held]
+        held = self.pages.held
         self.reuse.clear()
         if self._flights is not None:
             self._flights.clear()
