@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from ninfer_core.types import Request, Sampling, Tool
+from tests.serving import wait_for
 
 TOOL = Tool("bash", "", {"type": "object", "properties": {"command": {"type": "string"}}})
 
@@ -17,11 +17,19 @@ def raw(n=20, seed=1, tokens=8, **fields) -> Request:
     return Request(prompt=prompt, sampling=sampling, max_tokens=tokens, ignore_eos=True, **fields)
 
 
+def text(n, seed=1):
+    """Token ids; a longer text of the same seed begins with a shorter one."""
+    return tuple((i * i * 31 + i * seed + seed * seed * 7) % 250 for i in range(n))
+
+
+def run(engine, made):
+    """Tokens with their log-probabilities, and usage."""
+    result = engine.submit(made).result(120)
+    return [(lp.token_id, lp.logprob, lp.top) for lp in result.logprobs], result.usage
+
+
 def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.002)
+    assert wait_for(condition, seconds), "the condition did not come true in time"
 
 
 def assert_free(engine):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from engine_support import text
 from hash_model import Machine, answer
 
 from ninfer_core.runtime.budget import ChunkTimes
 
 CHUNK = 64
-
-
-def text(n, seed=1):
-    return tuple((i * i * 31 + i * seed + seed * seed * 7) % 250 for i in range(n))
 
 
 class Timed(Machine):

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from engine_support import assert_free, until
+from engine_support import assert_free, run, text, until
 from tiny import tiny_engine
 
 from ninfer_core.engine import Engine
@@ -17,16 +17,6 @@ from ninfer_core.types import Message, Request, Sampling
 def request(prompt, seed=1, tokens=10, temperature=1.0, **fields) -> Request:
     law = Sampling(temperature=temperature, top_k=20, top_p=0.95, seed=seed, presence_penalty=0.3)
     return Request(prompt=tuple(prompt), sampling=law, max_tokens=tokens, ignore_eos=True, logprobs=2, **fields)
-
-
-def text(n, seed=1):
-    return tuple((i * i * 31 + i * seed + seed * seed * 7) % 250 for i in range(n))
-
-
-def run(engine, made):
-    """Tokens with their log-probabilities, and usage."""
-    result = engine.submit(made).result(120)
-    return [(lp.token_id, lp.logprob, lp.top) for lp in result.logprobs], result.usage
 
 
 REQUESTS = {
