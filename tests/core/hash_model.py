@@ -362,6 +362,17 @@ class Machine:
             raise handle.error
         return made, handle.session.usage
 
+    def expect(self, prompt, tokens=8):
+        """Run one request alone, whose answer must be the right one; its usage."""
+        made, usage = self.ask(prompt, tokens)
+        assert made == answer(prompt, tokens)
+        return usage
+
+    def reach(self, tokens, *handles):
+        """Step until each of these requests has so many tokens or more."""
+        while min(handle.session.completion_tokens for handle in handles) < tokens:
+            self.scheduler.step()
+
     def audit(self):
         """Every page and slot has exactly the owners that there are, and every checkpoint holds what it says."""
         scheduler, cache = self.scheduler, self.reuse.cache
@@ -376,7 +387,7 @@ class Machine:
         for c in cache.checkpoints:
             self.state.check(c.slot, c.pages, c.length)
             assert self.state.rings or not self.state.slots[c.slot][2], "a checkpoint with a window pending"
-            assert tuple(path(c)) == tuple(self.state.rows(self.state.trunk, c.pages, c.length)[:, 0])
+            assert cache.keys(c) == tuple(self.state.rows(self.state.trunk, c.pages, c.length)[:, 0])
             if self.runner.draft_tokens:
                 self.state.check_draft(c.pages, c.length - 1)
                 assert c.carry.item() == self.state.slots[c.slot][0]
@@ -398,17 +409,8 @@ class Machine:
             (value, length), window = (self.host.held[block] for block in state)
             assert length == c.length and (self.state.rings or not window) and len(pages) == (length - 1) // PAGE + 1
             rows = np.concatenate([self.host.held[block][0] for block in pages])[:length]
-            assert tuple(path(c)) == tuple(rows[:, 0]) and rows[-1, 1] == value
+            assert tier.cache.keys(c) == tuple(rows[:, 0]) and rows[-1, 1] == value
             if self.runner.draft_tokens:
                 draft = np.concatenate([self.host.held[block][1] for block in pages])[: length - 1]
                 assert (draft[:, 0] == rows[:-1, 1]).all() and (draft[:, 1] == rows[1:, 0]).all()
                 assert c.carry.item() == value
-
-
-def path(checkpoint):
-    """The keys from the root of the tree to a checkpoint."""
-    node, parts = checkpoint.node, []
-    while node is not None:
-        parts.append(node.edge)
-        node = node.parent
-    return [key for edge in reversed(parts) for key in edge]

@@ -73,8 +73,7 @@ def test_a_stop_string_ends_one_round_late_and_leaves_no_wrong_state(drafts):
 def test_a_cancelled_request_is_forgotten_while_its_round_flies():
     machine = Machine(lanes=True)
     doomed, other = machine.submit(PROMPT, 100), machine.submit(OTHERS[1], 30)
-    while doomed.session.completion_tokens < 10:
-        machine.scheduler.step()
+    machine.reach(10, doomed)
     doomed.cancel()
     third = machine.submit(OTHERS[2], 30)  # takes the slot and pages that the round under way still knows
     assert machine.run(other, third) == [answer(OTHERS[1], 30), answer(OTHERS[2], 30)]
@@ -85,8 +84,7 @@ def test_a_cancelled_request_is_forgotten_while_its_round_flies():
 def test_a_row_that_is_not_finite_ends_its_request_alone():
     machine = Machine(lanes=True)
     sick, well = machine.submit(PROMPT, 60), machine.submit(OTHERS[1], 60)
-    while sick.session.completion_tokens < 5 or well.session.completion_tokens < 5:
-        machine.scheduler.step()
+    machine.reach(5, sick, well)
     running = next(s for s in machine.scheduler._decoding if s.session is sick.session)
     own, slot, behind = list(running.pages), running.slot, running.kept[0]
     assert behind.alive
@@ -128,8 +126,7 @@ def test_requests_that_need_the_host_run_beside():
 def test_a_failed_launch_restarts_its_sequences_alone():
     machine = Machine(lanes=True, drafts=3, slots=2)
     handles = [machine.submit(prompt, 40) for prompt in OTHERS[:2]]
-    while min(h.session.completion_tokens for h in handles) < 6:
-        machine.scheduler.step()
+    machine.reach(6, *handles)
     launch, machine.device.launch = machine.device.launch, _fails
     machine.scheduler.step()
     machine.device.launch = launch
@@ -142,8 +139,7 @@ def test_results_that_cannot_be_read_end_nobody_silently():
     """A flight holds two sequences, of which one has moved to another group: it must not go on without its tokens."""
     machine = Machine(lanes=True, drafts=3, slots=2)
     handles = [machine.submit(prompt, 60) for prompt in OTHERS[:2]]
-    while min(h.session.completion_tokens for h in handles) < 6:
-        machine.scheduler.step()
+    machine.reach(6, *handles)
     (flight,) = machine.runner._flights._flying
     assert len(flight.crew) == 2
     machine.scheduler._decoding[1].pace.drafting = False
@@ -158,8 +154,7 @@ def test_results_that_cannot_be_read_end_nobody_silently():
 def test_what_is_late_for_a_request_that_left_is_forgotten():
     machine = Machine(lanes=True, drafts=3, slots=2)
     handles = [machine.submit(prompt, 60) for prompt in OTHERS[:2]]
-    while min(h.session.completion_tokens for h in handles) < 6:
-        machine.scheduler.step()
+    machine.reach(6, *handles)
     machine.runner._flights._late[machine.scheduler._decoding[1]] = RuntimeError("late")
     handles[1].cancel()
     machine.run(*handles)

@@ -6,6 +6,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from engine_support import text
 from hash_model import FRONTEND, Machine, answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,11 +16,6 @@ from ninfer_core.runtime.pool import Pool
 from ninfer_core.runtime.prefix import Checkpoint, PrefixCache, common_length
 from ninfer_core.runtime.reuse import chunk_ends, prompt_keys, worth
 from ninfer_core.types import Message, Request
-
-
-def text(n, seed=1):
-    return tuple((i * i * 31 + i * seed + seed * seed * 7) % 250 for i in range(n))
-
 
 # the tree
 
@@ -234,8 +230,7 @@ def test_the_state_behind_an_answer_leaves_rejected_drafts_out(kept):
     (behind,) = (c for c in machine.reuse.cache.checkpoints if c.kind == "answer")
     assert behind.length == 70 + 21 and not behind.exact
     more = (*prompt, *made, *text(10, seed=3))
-    again, usage = machine.ask(more, 8)
-    assert again == answer(more, 8) and usage.cached_tokens == 91
+    assert machine.expect(more, 8).cached_tokens == 91
 
 
 def test_an_answer_of_one_token_can_be_gone_on_from():
@@ -243,8 +238,8 @@ def test_an_answer_of_one_token_can_be_gone_on_from():
     prompt = text(90)
     made, _ = machine.ask(prompt, 1)
     more = (*prompt, *made, 5)
-    again, usage = machine.ask(more, 6)
-    assert again == answer(more, 6) and usage.cached_tokens == 90
+    usage = machine.expect(more, 6)
+    assert usage.cached_tokens == 90
     assert (usage.rounds, usage.accepted_by_position) == (2, (1, 1, 1))
 
 
@@ -260,8 +255,7 @@ def test_an_edit_in_the_middle_reuses_up_to_the_nearest_checkpoint():
     talk = text(64 * 40)
     machine.ask(talk, 2)
     edited = (*talk[:1500], 249, *talk[1501:])
-    made, usage = machine.ask(edited, 3)
-    assert made == answer(edited, 3) and usage.cached_tokens == 1024  # a ladder of 512 tokens, thinned to fit
+    assert machine.expect(edited, 3).cached_tokens == 1024  # a ladder of 512 tokens, thinned to fit
 
 
 def test_a_system_prompt_is_found_by_other_conversations():
@@ -301,8 +295,7 @@ def test_side_requests_do_not_push_a_conversation_out():
     for i in range(12):
         machine.ask(text(300, seed=i + 5), 8)
     more = (*talk, *text(200, seed=4))
-    made, usage = machine.ask(more, 4)
-    assert made == answer(more, 4) and usage.cached_tokens >= 0.95 * 20_000
+    assert machine.expect(more, 4).cached_tokens >= 0.95 * 20_000
 
 
 @pytest.mark.parametrize("blocks", [0, 400])
@@ -317,8 +310,7 @@ def test_a_second_turn_behind_a_small_side_request_reads_what_is_new(blocks):
         machine.ask(text(20_400, seed=5), 4)
         assert machine.reuse.cache.match(talk, len(talk)).checkpoint is None
     more = (*talk, *answer(talk, 30), *text(80, seed=4))
-    made, usage = machine.ask(more, 12)
-    assert made == answer(more, 12)
+    usage = machine.expect(more, 12)
     assert usage.cached_tokens >= 0.95 * 20_000 and usage.known_tokens >= usage.cached_tokens
     assert machine.scheduler.stats()["host_restored"] == bool(blocks)
     machine.audit()
@@ -328,10 +320,10 @@ def test_cached_pages_make_room_before_a_request_is_refused():
     machine = Machine(pages=10, checkpoints=8, slots=2)
     for i in range(6):
         prompt = text(250, seed=i)
-        assert machine.ask(prompt, 40)[0] == answer(prompt, 40)
+        machine.expect(prompt, 40)
         machine.audit()
     whole = text(600)
-    assert machine.ask(whole, 36)[0] == answer(whole, 36)
+    machine.expect(whole, 36)
     assert machine.scheduler.stats()["pages_free"] == 10
 
 
@@ -388,7 +380,7 @@ def test_a_cancelled_request_leaves_only_what_is_true(after):
     machine.audit()
     assert gone.done and machine.scheduler.stats()["running"] == 0
     for prompt in (text(200), text(220, seed=2), text(200)):
-        assert machine.ask(prompt, 12)[0] == answer(prompt, 12)
+        machine.expect(prompt, 12)
 
 
 def test_nothing_is_offered_that_was_not_written():
@@ -417,19 +409,16 @@ def test_what_a_failed_request_kept_is_not_offered():
         machine.ask(prompt, 4)
     machine.runner._decoder.logits = logits
     machine.audit()
-    made, usage = machine.ask(prompt, 4)  # nor what it resumed from, which may be to blame
-    assert made == answer(prompt, 4) and usage.cached_tokens == 0
+    assert machine.expect(prompt, 4).cached_tokens == 0  # nor what it resumed from, which may be to blame
 
 
 def test_after_a_shared_fault_no_shared_page_is_written_again():
     machine = Machine(pages=60)
     prompt = text(300)
     first = machine.submit(prompt, 30)
-    while first.session.completion_tokens < 5:
-        machine.scheduler.step()
+    machine.reach(5, first)
     second = machine.submit(prompt, 30)  # resumes from what the first has kept
-    while second.session.completion_tokens < 5:
-        machine.scheduler.step()
+    machine.reach(5, second)
     assert second.session.cached_tokens == 256
     verify, failed = machine.runner._decoder.verify, []
 
@@ -465,6 +454,5 @@ def test_the_log_says_where_a_prompt_differs(caplog):
 def test_off_means_off():
     machine = Machine(checkpoints=0)
     for _ in range(2):
-        made, usage = machine.ask(text(200), 5)
-        assert made == answer(text(200), 5) and usage.cached_tokens == 0
+        assert machine.expect(text(200), 5).cached_tokens == 0
     assert machine.reuse.pages.free == machine.reuse.pages.size

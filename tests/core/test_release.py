@@ -45,8 +45,7 @@ def test_in_decoding_within_one_round(way, lanes):
     machine = Machine(lanes=lanes, slots=2)
     before = free(machine)
     handle = machine.submit(LONG, 200)
-    while handle.session.completion_tokens < 9:
-        machine.scheduler.step()
+    machine.reach(9, handle)
     rounds, made = machine.scheduler.totals.rounds, handle.session.completion_tokens
     assert free(machine)[1] == before[1] - 1
     way(handle)
@@ -70,7 +69,7 @@ def test_in_prefill_within_one_chunk(way, chunks):
     machine.scheduler.step()
     ended(handle, way)
     assert free(machine) == before and machine.scheduler.totals.chunks == chunks
-    assert machine.ask(LONG, 12)[0] == answer(LONG, 12), "what it kept on the way is true"
+    machine.expect(LONG, 12)  # what it kept on the way is true
     machine.audit()
 
 
@@ -113,8 +112,7 @@ def test_behind_a_restored_state():
     handle.cancel()
     machine.scheduler.step()
     assert handle.done and free(machine) == before
-    again, usage = machine.ask([*LONG, *made, *SHORT], 30)
-    assert again == answer([*LONG, *made, *SHORT], 30) and usage.cached_tokens > 500
+    assert machine.expect([*LONG, *made, *SHORT], 30).cached_tokens > 500
     machine.audit()
 
 
@@ -132,8 +130,7 @@ def test_from_outside_while_the_loop_hangs():
     machine = Machine(slots=2, lanes=True)
     before = free(machine)
     ran, waits = [machine.submit(SHORT, 90), machine.submit(LONG, 90)], machine.submit(SHORT, 5)
-    while not all(handle.session.completion_tokens for handle in ran):
-        machine.scheduler.step()
+    machine.reach(1, *ran)
     machine.scheduler.refuse(DeviceFaultError("hangs"))
     assert all(type(handle.error) is DeviceFaultError for handle in (*ran, waits))
     with pytest.raises(DeviceFaultError, match="hangs"):
@@ -141,7 +138,7 @@ def test_from_outside_while_the_loop_hangs():
     machine.scheduler.accept()
     machine.scheduler.step()
     assert free(machine) == before and machine.scheduler.stats()["failed"] == 3
-    assert machine.ask(LONG, 9)[0] == answer(LONG, 9)
+    machine.expect(LONG, 9)
     machine.audit()
 
 
@@ -158,7 +155,7 @@ def test_a_prompt_that_cannot_be_opened_takes_nothing():
     machine.scheduler.step()
     assert "RuntimeError" in str(handle.error) and free(machine) == before
     machine.reuse.wanted = wanted
-    assert machine.ask(LONG, 5)[0] == answer(LONG, 5)
+    machine.expect(LONG, 5)
     machine.audit()
 
 
@@ -183,8 +180,7 @@ def test_prompts_take_turns_and_decoding_goes_on_between_their_chunks():
     """Two long prompts beside a running stream: a chunk of the one, a chunk of the other, a round behind each."""
     machine = Machine(slots=3, pages=120)
     stream = machine.submit(SHORT, 300)
-    while stream.session.completion_tokens < 4:
-        machine.scheduler.step()
+    machine.reach(4, stream)
     prompts = [LONG, LONG[::-1]]
     handles = [machine.submit(prompt, 5) for prompt in prompts]
     gaps, lead = [], []

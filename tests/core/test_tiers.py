@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
-from engine_support import assert_free
-from hash_model import Machine, answer
+from engine_support import assert_free, run, text
+from hash_model import Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config, tiny_engine
@@ -21,10 +21,6 @@ from ninfer_core.state import FusedState, State
 from ninfer_core.types import Message, Request, Sampling
 
 CONFIG = config_from_dict(tiny_config(), "ninfer-demo")
-
-
-def text(n, seed=1):
-    return tuple((i * i * 31 + i * seed + seed * seed * 7) % 250 for i in range(n))
 
 
 # copies
@@ -87,8 +83,8 @@ def test_a_conversation_that_was_pushed_out_comes_back_from_the_host():
     machine.audit()
     assert machine.reuse.cache.match(talk, len(talk)).checkpoint is None
     more = (*talk, *text(30, seed=3))
-    made, usage = machine.ask(more, 6)
-    assert made == answer(more, 6) and usage.cached_tokens == 384 and usage.accepted_tokens == usage.drafted_tokens
+    usage = machine.expect(more, 6)
+    assert usage.cached_tokens == 384 and usage.accepted_tokens == usage.drafted_tokens
     stats = machine.scheduler.stats()
     assert stats["host_restored"] == 1 and stats["host_checkpoints"] > 0
     assert 0 < stats["host_bytes"] <= stats["host_bytes_total"] == 60_000
@@ -142,8 +138,7 @@ def test_pages_still_on_the_device_are_not_copied_again():
         restore(a, b, blocks, pages, carry),
     )[1]
     more = (*talk, 5, 6)
-    made, usage = machine.ask(more, 4)
-    assert made == answer(more, 4) and usage.cached_tokens == deepest.length
+    assert machine.expect(more, 4).cached_tokens == deepest.length
     assert len(scattered) == len(deepest.pages or range((deepest.length - 1) // 64 + 1)) - (near.length - 1) // 64
     machine.audit()
 
@@ -156,8 +151,7 @@ def test_side_requests_do_not_push_a_conversation_out_of_the_host():
         machine.ask(text(200, seed=i + 5), 8)
         machine.ask(text(210, seed=i + 77), 8)
     more = (*talk, *text(100, seed=4))
-    made, usage = machine.ask(more, 4)
-    assert made == answer(more, 4) and usage.cached_tokens >= 0.95 * 4000
+    assert machine.expect(more, 4).cached_tokens >= 0.95 * 4000
     assert machine.scheduler.stats()["host_evicted"] > 10
 
 
@@ -165,7 +159,7 @@ def test_host_memory_that_is_full_gives_up_what_is_worth_least():
     machine = Machine(pages=12, checkpoints=1, slots=1, blocks=24)
     for i in range(30):
         prompt = text(200, seed=i + 3)
-        assert machine.ask(prompt, 4)[0] == answer(prompt, 4)
+        machine.expect(prompt, 4)
         machine.audit()
     stats = machine.scheduler.stats()
     assert stats["host_checkpoints"] >= 3 and stats["host_evicted"] > 15
@@ -180,13 +174,11 @@ def test_a_copy_that_is_not_written_is_not_offered():
     machine.ask(text(310, seed=9), 4)
     assert machine.host.tickets and machine.scheduler.stats()["host_checkpoints"] == 0
     machine.audit()
-    made, usage = machine.ask(talk, 4)
-    assert usage.cached_tokens == 0 and made == answer(talk, 4)
+    assert machine.expect(talk, 4).cached_tokens == 0
     machine.host.end()
     machine.ask(text(310, seed=10), 4)
     machine.host.end()
-    made, usage = machine.ask((*talk, 1), 4)
-    assert usage.cached_tokens == 256 and made == answer((*talk, 1), 4)
+    assert machine.expect((*talk, 1), 4).cached_tokens == 256
     machine.audit()
 
 
@@ -200,7 +192,7 @@ def test_a_copy_that_fails_ends_the_tier_and_no_request(caplog):
     machine.host.store = broken
     for seed in (3, 4):
         prompt = text(310, seed=seed)
-        assert machine.ask(prompt, 4)[0] == answer(prompt, 4)
+        machine.expect(prompt, 4)
     assert machine.reuse.host is None and "host memory takes no more" in caplog.text
     assert machine.scheduler.stats()["host_bytes_total"] == 0
     machine.audit()
@@ -223,7 +215,7 @@ def test_a_restore_that_fails_ends_its_request_and_gives_everything_back():
     machine.audit()
     assert machine.reuse.slots.free == 1
     machine.host.restore = restore
-    assert machine.ask(talk, 4)[0] == answer(talk, 4)
+    machine.expect(talk, 4)
 
 
 @pytest.mark.parametrize("verb", ["copy_slot", "copy_page", "clear_slot"])
@@ -245,15 +237,14 @@ def test_a_seat_that_cannot_be_made_gives_everything_back(verb):
     assert machine.reuse.pages.free == before and machine.reuse.slots.free == 1
     machine.audit()
     setattr(machine.state, verb, original)
-    assert machine.ask(asked, 4)[0] == answer(asked, 4)
+    machine.expect(asked, 4)
 
 
 def test_what_a_failed_request_kept_does_not_come_back_from_the_host():
     machine = Machine(pages=40, checkpoints=1, slots=2, blocks=90)
     prompt = text(600)
     handle = machine.submit(prompt, 100)
-    while handle.session.completion_tokens < 5:
-        machine.scheduler.step()
+    machine.reach(5, handle)
     machine.ask(text(300, seed=4), 2)  # moves what the running one has kept
     assert machine.reuse.host.cache.match(prompt, 599).checkpoint is not None
     logits = machine.runner._decoder.logits
@@ -263,8 +254,7 @@ def test_what_a_failed_request_kept_does_not_come_back_from_the_host():
     assert handle.error is not None
     assert machine.reuse.host.cache.match(prompt, 599).checkpoint is None
     machine.audit()
-    made, usage = machine.ask(prompt, 4)
-    assert made == answer(prompt, 4) and usage.cached_tokens == 0
+    assert machine.expect(prompt, 4).cached_tokens == 0
 
 
 def test_the_log_names_the_host(caplog):
@@ -286,18 +276,13 @@ def test_any_sizes_of_both_tiers_serve_any_order(seed, pages, blocks, checkpoint
         prompt = (*rng.choice(prompts), *text(rng.choice((0, 1, 40, 70)), seed=rng.randint(5, 7)))
         if (len(prompt) + 12) // 64 + 1 > pages:
             continue
-        assert machine.ask(prompt, 6)[0] == answer(prompt, 6)
+        machine.expect(prompt, 6)
         if rng.random() < 0.5 and machine.host.tickets:
             machine.host.end(rng.randint(1, len(machine.host.tickets)))
         machine.audit()
 
 
 # real models
-
-
-def run(engine, made):
-    result = engine.submit(made).result(120)
-    return [(lp.token_id, lp.logprob, lp.top) for lp in result.logprobs], result.usage
 
 
 def request(prompt, seed=1, tokens=8, temperature=1.0):
