@@ -90,6 +90,19 @@ def free(machine):
     machine.audit()
 
 
+def mended_by_a_restart(machine):
+    """The device works again once the engine begins anew."""
+    renew = machine.runner.renew
+    machine.runner.renew = lambda: (setattr(machine.device_calls, "fault", None), renew())
+
+
+def meet_a_fault(machine):
+    """The device fails, and a request with it."""
+    machine.device_calls.fault = GONE
+    with pytest.raises(DeviceFaultError):
+        machine.submit(PROMPTS[0], 10).result(60)
+
+
 @pytest.mark.parametrize("lanes", [False, True])
 def test_a_fault_of_the_device_ends_what_runs_and_keeps_what_waits(lanes):
     with running(Machine(lanes=lanes, slots=2)) as machine:
@@ -120,11 +133,8 @@ def test_a_fault_of_the_device_ends_what_runs_and_keeps_what_waits(lanes):
 
 def test_a_fault_in_prefill_of_the_only_request_leads_there_too():
     with running(Machine()) as machine:
-        renew = machine.runner.renew
-        machine.runner.renew = lambda: (setattr(machine.device_calls, "fault", None), renew())
-        machine.device_calls.fault = GONE
-        with pytest.raises(DeviceFaultError):
-            machine.submit(PROMPTS[0], 10).result(60)
+        mended_by_a_restart(machine)
+        meet_a_fault(machine)
         free(machine)
         assert machine.loop.restarts == 1
         right(machine, machine.submit(PROMPTS[0], 10))
@@ -149,29 +159,21 @@ def test_a_device_that_stays_away_is_given_up_and_all_are_told():
 
 def test_too_many_restarts_are_given_up():
     with running(Machine(), most=2) as machine:
-        renew = machine.runner.renew
-        machine.runner.renew = lambda: (setattr(machine.device_calls, "fault", None), renew())
+        mended_by_a_restart(machine)
         for count in (1, 2):
-            machine.device_calls.fault = GONE
-            with pytest.raises(DeviceFaultError):
-                machine.submit(PROMPTS[0], 10).result(60)
+            meet_a_fault(machine)
             right(machine, machine.submit(PROMPTS[1], 10))
             assert machine.loop.restarts == count
-        machine.device_calls.fault = GONE
-        with pytest.raises(DeviceFaultError):
-            machine.submit(PROMPTS[0], 10).result(60)
+        meet_a_fault(machine)
         until(lambda: machine.loop.status == "failed")
         assert machine.loop.restarts == 2
 
 
 def test_restarts_long_ago_do_not_count():
     with running(Machine(), most=1, window=0.0) as machine:
-        renew = machine.runner.renew
-        machine.runner.renew = lambda: (setattr(machine.device_calls, "fault", None), renew())
+        mended_by_a_restart(machine)
         for count in (1, 2, 3):
-            machine.device_calls.fault = GONE
-            with pytest.raises(DeviceFaultError):
-                machine.submit(PROMPTS[0], 10).result(60)
+            meet_a_fault(machine)
             until(lambda count=count: machine.loop.restarts == count and machine.loop.status == "ok")
         right(machine, machine.submit(PROMPTS[0], 10))
         assert machine.loop.restarts == 3
