@@ -263,9 +263,23 @@ class RandomSubject(Subject):
 
     def start(self, tokens: Sequence[int], limit: int, seed: int) -> RequestHandle:
         """See `Subject.start`."""
-        handle = RequestHandle(Request(prompt=tuple(tokens)), on_cancel=self._scheduler.notify)
-        session = Session(handle, TokenPrompt(tuple(tokens)), CountingMachine(), limit=limit, seed=seed)
-        self._scheduler.enqueue(session, Sampler(sampling_params(seed), addressable=self.addressable, prompt=tokens))
+        return self.enqueue(Request(prompt=tuple(tokens)), tokens, limit, seed)
+
+    def enqueue(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        limit: int,
+        seed: int,
+        *,
+        machine: CountingMachine | None = None,
+        sampler: Sampler | None = None,
+    ) -> RequestHandle:
+        """As `start`, for a request that reads as these tokens; with an output machine or a sampler of one's own."""
+        handle = RequestHandle(request, on_cancel=self._scheduler.notify)
+        session = Session(handle, TokenPrompt(tuple(tokens)), machine or CountingMachine(), limit=limit, seed=seed)
+        sampler = sampler or Sampler(sampling_params(seed), addressable=self.addressable, prompt=tokens)
+        self._scheduler.enqueue(session, sampler)
         return handle
 
     def prompt(self, length: int, seed: int) -> list[int]:

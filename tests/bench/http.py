@@ -126,11 +126,9 @@ def client(port: int, spec: dict[str, Any]) -> None:
 
 def random_engine(shape: str, device: str, drafts: int) -> Any:
     """An engine of random weights behind the scripted engine's texts: each token is written as a word."""
-    from ninfer_core.benchmarks.subject import CountingMachine, RandomSubject, Target, TokenPrompt, sampling_params
+    from ninfer_core.benchmarks.subject import CountingMachine, RandomSubject, Target
     from ninfer_core.runtime.handle import RequestHandle
     from ninfer_core.runtime.interface import make_request
-    from ninfer_core.runtime.sampler import Sampler
-    from ninfer_core.runtime.session import Session
     from ninfer_core.testing import ScriptedEngine
     from ninfer_core.types import Event, TextDelta
 
@@ -147,14 +145,9 @@ def random_engine(shape: str, device: str, drafts: int) -> Any:
 
         def submit(self, messages: Any = None, **options: Any) -> RequestHandle:
             request = make_request(messages, **options)
-            length, subject = self.count_tokens(request), self.subject
-            tokens, limit = subject.prompt(length, seed=length), request.max_tokens or 16
-            handle = RequestHandle(request, on_cancel=subject._scheduler.notify)
-            handle.prompt_tokens = length
-            session = Session(handle, TokenPrompt(tuple(tokens)), Words(), limit=limit, seed=length)  # type: ignore[arg-type]
-            drawn = Sampler(sampling_params(length), addressable=subject.addressable, prompt=tokens)
-            subject._scheduler.enqueue(session, drawn)
-            return handle
+            length = self.count_tokens(request)
+            tokens, limit = self.subject.prompt(length, seed=length), request.max_tokens or 16
+            return self.subject.enqueue(request, tokens, limit, length, machine=Words())
 
         def close(self, **options: Any) -> None:
             super().close(**options)

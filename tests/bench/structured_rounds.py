@@ -24,11 +24,9 @@ import torch  # noqa: E402
 
 from ninfer_core.benchmarks.subject import (  # noqa: E402
     RANDOM,
-    CountingMachine,
     ForcedDrafts,
     RandomSubject,
     Target,
-    TokenPrompt,
     sampling_params,
 )
 from ninfer_core.engine import Engine  # noqa: E402
@@ -37,7 +35,6 @@ from ninfer_core.runtime.grammar import Grammar, Plan, compile_plan  # noqa: E40
 from ninfer_core.runtime.handle import RequestHandle  # noqa: E402
 from ninfer_core.runtime.running import Running  # noqa: E402
 from ninfer_core.runtime.sampler import Sampler  # noqa: E402
-from ninfer_core.runtime.session import Session  # noqa: E402
 from ninfer_core.runtime.vocabulary import Vocabulary  # noqa: E402
 from ninfer_core.types import Message, Request, ResponseFormat  # noqa: E402
 from tests.bench.common import Record, parser_of  # noqa: E402
@@ -94,16 +91,13 @@ def vocabulary_of(shape: str) -> Vocabulary:
 
 def structured(subject: RandomSubject, plan: Plan, tokens: Sequence[int], limit: int, seed: int) -> RequestHandle:
     """Start a request under the grammar; otherwise like `subject.start`."""
-    handle = RequestHandle(Request(prompt=tuple(tokens)), on_cancel=subject._scheduler.notify)
-    session = Session(handle, TokenPrompt(tuple(tokens)), CountingMachine(), limit=limit, seed=seed)
     sampler = Sampler(
         sampling_params(seed),
         addressable=plan.vocabulary.size,
         prompt=tokens,
         grammar=Grammar(plan, thinking=False, limit=LONGEST),
     )
-    subject._scheduler.enqueue(session, sampler)
-    return handle
+    return subject.enqueue(Request(prompt=tuple(tokens)), tokens, limit, seed, sampler=sampler)
 
 
 def one_run(
