@@ -118,6 +118,13 @@ def _take(sample: Sample, chunk: dict[str, Any]) -> None:
         sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
+def _client(load: Load) -> httpx.AsyncClient:
+    """Connections to the server of a load, as many as are asked for."""
+    headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=load.url.rstrip("/"), headers=headers, timeout=load.timeout, limits=limits)
+
+
 async def _closed(client: httpx.AsyncClient, load: Load, concurrency: int, requests: int, seed: int) -> list[Sample]:
     """Keep `concurrency` requests running until `requests` are done."""
     waiting = iter(range(requests))
@@ -193,11 +200,9 @@ async def serve_load(
         raise InvalidRequestError("give at least one concurrency level or arrival rate")
     if any(level < 1 for level in levels) or any(rate <= 0 for rate in rates):
         raise InvalidRequestError("concurrency levels are whole numbers from 1, arrival rates are above 0")
-    headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
-    limits = httpx.Limits(max_connections=None)
     made = []
     base = load.url.rstrip("/")
-    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=load.timeout, limits=limits) as client:
+    async with _client(load) as client:
         await _closed(client, load, 1, warm, 900_000)
         for level in levels:
             begin = time.perf_counter()
@@ -224,9 +229,8 @@ async def second_turns(load: Load, lengths: Sequence[int], *, runs: int = 3) -> 
     """
     if runs < 1 or any(length < 1 for length in lengths):
         raise InvalidRequestError("second turns need whole numbers of tokens and runs, from 1")
-    headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
     base, made = load.url.rstrip("/"), []
-    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=load.timeout) as client:
+    async with _client(load) as client:
         for length in lengths:
             known, cold, shares, prompts = [], [], [], []
             for run in range(runs):
