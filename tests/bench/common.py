@@ -76,6 +76,13 @@ def config_of(model: str, tiny: bool) -> ModelConfig:
     return fused_case.config_of("moe" if PUBLISHED[MODELS[model]].is_moe else "dense")
 
 
+def shape_of(model: str, tiny: bool) -> str:
+    """What `--random-weights` calls a model of `MODELS`, or the demo's shape."""
+    from ninfer_core.benchmarks.subject import RANDOM
+
+    return "demo" if tiny else next(shape for shape, name in RANDOM.items() if name == MODELS[model])
+
+
 def recipe_of(tiny: bool) -> Any:
     """The recipe of random weights: None for the published one."""
     from ninfer_core.inventory import RECIPE_DEMO

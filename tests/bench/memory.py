@@ -35,7 +35,7 @@ from ninfer_core.footprint import RESERVE
 from ninfer_core.inventory import FRONTEND, TOKEN_IDS, inventory
 from ninfer_core.kernels._order import from_kernel_order
 from ninfer_core.quant import unpack
-from tests.bench.common import MODELS, Record, config_of, parser_of
+from tests.bench.common import MODELS, Record, config_of, parser_of, shape_of
 
 BLOCK = (64 << 20) + 4096 + 17
 """Bytes of the random block that payloads are cut from; not a power of two, so that no two planes are equal."""
@@ -216,8 +216,7 @@ def fit(model: str, cap: float, record: Record, tiny: bool) -> None:
         budget = int(cap * 1e9) - context - RESERVE
         torch.cuda.set_per_process_memory_fraction((budget + RESERVE) / torch.cuda.mem_get_info()[1])
         options = {"memory": budget}
-    shape = "demo" if tiny else "35b-a3b" if model == "35b" else model
-    target = Target(random=shape, device=device, options=options)
+    target = Target(random=shape_of(model, tiny), device=device, options=options)
     subject = RandomSubject(target, draft_tokens=3, max_sequences=1, context=None)
     try:
         made = subject.plan

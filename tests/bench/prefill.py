@@ -20,7 +20,17 @@ from ninfer_core.model.fused import FusedDecoder
 from ninfer_core.model.fused_prefill import FusedPrefill
 from ninfer_core.packed import random_packed
 from ninfer_core.state import FusedState
-from tests.bench.common import MODELS, Record, config_of, device_of, matrix_rate, parser_of, recipe_of, synchronize
+from tests.bench.common import (
+    MODELS,
+    Record,
+    config_of,
+    device_of,
+    matrix_rate,
+    parser_of,
+    recipe_of,
+    seconds,
+    synchronize,
+)
 
 LENGTHS = "7680,64512,130048"
 
@@ -72,14 +82,6 @@ class Bench:
             self.run.fill_drafts(self.state, part, hidden, start, self.table)
         return token
 
-    def timed(self, read: Any, count: int) -> float:
-        """Seconds of one call."""
-        synchronize(self.device)
-        began = time.perf_counter()
-        read(count)
-        synchronize(self.device)
-        return time.perf_counter() - began
-
     def first_token(self, count: int) -> float:
         """Seconds until the first token is on the host."""
         synchronize(self.device)
@@ -90,9 +92,9 @@ class Bench:
 
 def measure(bench: Bench, count: int, repeats: int, rate: float) -> dict[str, Any]:
     """All figures of one length."""
-    cold = bench.timed(bench.read, count)
+    cold = seconds(lambda: bench.read(count), bench.device, times=1, warm=0)
     finite = bool(bench.last.isfinite().all())
-    took = statistics.median(bench.timed(bench.read, count) for _ in range(repeats))
+    took = seconds(lambda: bench.read(count), bench.device, repeats, warm=0)
     bench.with_drafts(count)
     first = statistics.median(bench.first_token(count) for _ in range(repeats))
     done = operations(bench.config, count)

@@ -122,9 +122,14 @@ def play(grammar: Grammar, tokenizer: Tokenizer, text: str, drafts: int, times: 
         ids = ids[len(emitted) :] if emitted == ids[: len(emitted)] else tokenizer.encode(rest.decode())
 
 
-def told(seconds: list[float]) -> str:
+def spread(seconds: list[float]) -> dict[str, float]:
     micros = np.array(seconds) * 1e6
-    return f"{np.median(micros):7.0f} {np.percentile(micros, 99):8.0f} {micros.max():8.0f}"
+    return {"p50": float(np.median(micros)), "p99": float(np.percentile(micros, 99)), "max": float(micros.max())}
+
+
+def told(seconds: list[float]) -> str:
+    found = spread(seconds)
+    return f"{found['p50']:7.0f} {found['p99']:8.0f} {found['max']:8.0f}"
 
 
 def main() -> int:
@@ -160,13 +165,7 @@ def main() -> int:
             f"{'all':26s} {drafts} {len(times.ahead) // repeat:7d} {'':6s} | {told(times.ahead)} | {told(times.then)}"
         )
         for part, seconds in (("ahead", times.ahead), ("then", times.then)):
-            micros = np.array(seconds) * 1e6
-            found = {
-                "p50": float(np.median(micros)),
-                "p99": float(np.percentile(micros, 99)),
-                "max": float(micros.max()),
-            }
-            record.add(f"us a token, {drafts} drafts, {part}", found)
+            record.add(f"us a token, {drafts} drafts, {part}", spread(seconds))
     return 0
 
 

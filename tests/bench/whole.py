@@ -17,8 +17,8 @@ from typing import Any
 
 from ninfer_core.benchmarks import results, suite
 from ninfer_core.benchmarks.harness import Method, one_run
-from ninfer_core.benchmarks.subject import RANDOM, RandomSubject, Target
-from tests.bench.common import MODELS, Record, parser_of
+from ninfer_core.benchmarks.subject import RandomSubject, Target
+from tests.bench.common import MODELS, Record, device_of, parser_of, shape_of
 
 FORCED = 2.19
 """Accepted drafts of three: 73 %."""
@@ -32,10 +32,9 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.tiny, self.model = options.tiny, options.model
         self.short = SHORT if options.tiny or options.prepare else {}
-        self.record = Record(options.json, "cpu" if options.tiny else "cuda")
+        self.shape, self.device = shape_of(options.model, options.tiny), device_of(options)
+        self.record = Record(options.json, self.device)
         self._results, self._command = options.results, "python -m tests.bench.whole --model " + options.model
-        self.shape = "demo" if options.tiny else next(s for s, name in RANDOM.items() if name == MODELS[options.model])
-        self.device = "cpu" if options.tiny else "cuda"
 
     def target(self, **options: Any) -> Target:
         """The model with engine options."""
