@@ -16,11 +16,12 @@ from tests.bench.kernel_inputs import DEVICE, graph_time, random_activation, ran
 
 CONTEXT = 7680
 CHAIN_ROWS = (1, 4)
+PARTS = "eimaorudh"
+"""Embedding, input projections, DeltaNet, attention, output projections, router, experts up, down, head."""
 
 
-def kv_pages():
-    """Random INT8 pages for `CONTEXT` tokens and a window: 2 KV heads."""
-    pages = CONTEXT // 64 + 2
+def kv_pages(pages):
+    """Random INT8 pages of 2 KV heads."""
     codes = torch.randint(-127, 128, (2, 2, pages, 64, 256), dtype=torch.int8, device=DEVICE)
     return codes, (torch.rand(2, 2, pages, 64, 4, device=DEVICE) * 0.02).half()
 
@@ -46,7 +47,7 @@ class Chain:
                 "taps": torch.randn(4, 8192, device=DEVICE).bfloat16(),
                 "a_log": torch.randn(32, device=DEVICE) * 0.3, "dt": torch.randn(32, device=DEVICE),
                 "gnorm": torch.ones(128, device=DEVICE).bfloat16(),
-                "kv": kv_pages() if full else None,
+                "kv": kv_pages(CONTEXT // 64 + 2) if full else None,
                 "state": None if full else delta.DeltaState.empty(1, 16, 32, DEVICE),
             })  # fmt: skip
         self.table_rows = random_matrix(248320, 2048, "W8")
@@ -86,7 +87,7 @@ class Chain:
         states += [t for w in self.layers if w["state"] for t in (w["state"].e, w["state"].g)]
         return [*states, *(t for w in self.layers if w["kv"] for t in w["kv"]), *self.x, self.u, self.tokens]
 
-    def step(self, parts="eimaorudh", routings=None):
+    def step(self, parts=PARTS, routings=None):
         """One greedy step; `parts` leaves launches out to place the time. `routings`: router logits of every layer."""
         x, y = self.x
         if "e" in parts:
@@ -137,10 +138,6 @@ class Chain:
         return total
 
 
-PARTS = "eimaorudh"
-"""Embedding, input projections, DeltaNet, attention, output projections, router, experts up, down, head."""
-
-
 def run_chain(bandwidth, T, chain=None):
     """Time of a step with T rows, whole and by part."""
     chain = chain or Chain(T)
@@ -168,10 +165,7 @@ def routing_cost(chain, steps=16):
 def context_times(T, bandwidth, tokens, tile=None, most=None):
     """Microseconds of one attention layer over `tokens` tokens, its combine included, and the pages' floor."""
     pages = -(-(tokens + 8) // 64)
-    copies = []
-    for _ in range(4):  # more bytes than the cache
-        codes = torch.randint(-127, 128, (2, 2, pages, 64, 256), dtype=torch.int8, device=DEVICE)
-        copies.append((codes, (torch.rand(2, 2, pages, 64, 4, device=DEVICE) * 0.02).half()))
+    copies = [kv_pages(pages) for _ in range(4)]  # more bytes than the cache
     most = most or _tiles.most_splits(torch.device(DEVICE, 0), 2)
     work = attention.AttentionWorkspace.empty(T, tokens + 8, 16, DEVICE, most)
     projected = torch.randn(T, 9216, device=DEVICE).bfloat16()
