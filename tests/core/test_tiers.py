@@ -29,16 +29,15 @@ CONFIG = config_from_dict(tiny_config(), "ninfer-demo")
 def noisy(state):
     """Fill a state with bytes that differ everywhere."""
     g = torch.Generator().manual_seed(1)
-    for tensor in (state.kv_codes, state.kv_scales, *state._slot_tensors):
-        if tensor is not None:
-            raw = tensor.view(torch.uint8) if tensor.dtype != torch.uint8 else tensor
-            raw.copy_(torch.randint(0, 120, raw.shape, generator=g, dtype=torch.uint8))
+    for tensor in (*state.page_tensors, *state._slot_tensors):
+        raw = tensor.view(torch.uint8)
+        raw.copy_(torch.randint(0, 120, raw.shape, generator=g, dtype=torch.uint8))
     return state
 
 
 def held(state, slot, pages):
     parts = [t[:, slot].clone() for t in state._slot_tensors]
-    return parts + [t[:, :, :, pages].clone() for t in (state.kv_codes, state.kv_scales) if t is not None]
+    return parts + [t[:, :, :, pages].clone() for t in state.page_tensors]
 
 
 @pytest.mark.parametrize("make", [
