@@ -157,6 +157,14 @@ def fused_slot_bytes(config: ModelConfig) -> int:
 # --- workspaces of the fused path ------------------------------------------------------------------------------------
 
 
+def attention_splits(kv_heads: int, processors: int = MULTIPROCESSORS) -> int:
+    """Most splits of a row's context: as many attention programs as a card holds at once, three a multiprocessor.
+
+    Three of 168 registers a thread fit.
+    """
+    return min(256, 3 * processors // kv_heads)
+
+
 def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) -> int:
     """About the bytes of `model.fused.Workspace` for calls of up to `rows` rows over `context` tokens."""
 
@@ -164,7 +172,7 @@ def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) 
         return rows * (columns // 32 * 36 + 4 * parts)
 
     hidden, width, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
-    most = min(256, 3 * MULTIPROCESSORS // config.num_key_value_heads)
+    most = attention_splits(config.num_key_value_heads)
     parts = max(RING // 2, rows // 2) * max(16, min(most, -(-(context + RING // 2) // PAGE)))
     total = 5 * rows * hidden * 4 + 2 * activation(hidden, hidden // 32) + activation(2 * hidden, 1)
     total += activation(width, 4 * heads) + activation(config.query_width, 1)

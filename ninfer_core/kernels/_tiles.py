@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..footprint import MULTIPROCESSORS
+from ..footprint import MULTIPROCESSORS, attention_splits
 from ._order import KernelMatrix
 
 
@@ -145,12 +145,8 @@ def attention(codes: torch.Tensor) -> Attention:
 
 
 def most_splits(device: torch.device, kv_heads: int) -> int:
-    """Most splits of a row's context: as many attention programs as the card holds at once, three a multiprocessor.
-
-    Three of 168 registers a thread fit.
-    """
-    processors = _processors(device.index or 0) if device.type == "cuda" else MULTIPROCESSORS
-    return min(256, 3 * processors // kv_heads)
+    """`attention_splits` of this card."""
+    return attention_splits(kv_heads, _processors(device.index or 0) if device.type == "cuda" else MULTIPROCESSORS)
 
 
 @cache

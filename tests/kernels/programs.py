@@ -14,15 +14,20 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def lines(program: str, *arguments: str, interpret: bool) -> list[dict]:
-    """What a program prints: one JSON object a line."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def printed(*arguments: str, interpret: bool, seconds: float = 1500, **more: str) -> str:
+    """What `python ARGUMENTS` prints, with `more` in its environment."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | more
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
     done = subprocess.run(
-        [sys.executable, str(HERE / program), *arguments], env=environment, capture_output=True, text=True, timeout=1500
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=seconds
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def lines(program: str, *arguments: str, interpret: bool) -> list[dict]:
+    """What a program prints: one JSON object a line."""
+    return [json.loads(line) for line in printed(str(HERE / program), *arguments, interpret=interpret).splitlines()]
 
 
 @cache

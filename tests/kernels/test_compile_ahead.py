@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.programs import ROOT
+from tests.kernels.programs import printed
 
 PROGRAM = """
 import json, sys
@@ -73,13 +70,7 @@ pytestmark = pytest.mark.timeout(1500)  # seconds on a quiet machine
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     cache = tmp_path_factory.mktemp("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=1500
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads(printed("-c", PROGRAM, interpret=False, TRITON_CACHE_DIR=str(cache)))
 
 
 def test_a_round_is_noted_and_nothing_is_launched(found):

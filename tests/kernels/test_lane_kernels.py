@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.programs import HERE, ROOT, interpreted
+from tests.kernels.programs import HERE, interpreted, printed
 
 CASES = (
     "draw", "draw ties", "draw crowd", "draw sick", "accept", "open and keep", "many rounds", "rope", "finish",
@@ -34,10 +31,5 @@ HIDDEN = 0.06
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_a_whole_model_under_the_interpreter(kind):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "fused_case.py"), kind], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for what, error in json.loads(done.stdout).items():
+    for what, error in json.loads(printed(str(HERE / "fused_case.py"), kind, interpret=True, seconds=2400)).items():
         assert error < HIDDEN, (what, error)

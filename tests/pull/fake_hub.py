@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from tests.serving import wait_for
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LARGE = 10_000
 """Files above this have a SHA-256 in the metadata, as files in large-file storage do; smaller ones a git blob id."""
@@ -50,7 +52,10 @@ class Faults:
 
 
 class FakeHub:
-    """Serves `repos[repo][file] = bytes`; `requests` is what was asked for, `sent` the bytes of each file sent."""
+    """Serves `repos[repo][file] = bytes`; `requests` is what was asked for, `sent` the bytes of each file sent.
+
+    Bytes count before they go out: whoever has received a file finds all of it counted.
+    """
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
@@ -61,10 +66,21 @@ class FakeHub:
         self.gate = threading.Event()
         self.on_file: Callable[[str], None] | None = None
         self.lock = threading.Lock()
+        self.reading: set[Any] = set()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                with hub.lock:
+                    hub.reading.add(self)
+                super().setup()
+
+            def finish(self) -> None:
+                with hub.lock:
+                    hub.reading.discard(self)
+                super().finish()
 
             def do_GET(self) -> None:
                 hub.answer(self)
@@ -93,6 +109,15 @@ class FakeHub:
     def environ(self, **more: str) -> dict[str, str]:
         return {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_TELEMETRY": "1", **more}
 
+    def settle(self) -> None:
+        """Wait for the end of downloads in this process that failed or were stopped.
+
+        Their threads end a little later than they do, perhaps with one more request, which a new one must not meet.
+        Connections that last asked for metadata do not count: the hub's client keeps them.
+        """
+        assert wait_for(lambda: not any(t.name.startswith("ninfer-download") for t in threading.enumerate()), 30)
+        assert wait_for(lambda: not self.reading, 30)
+
     def forget(self) -> None:
         """Start counting anew; what is still being sent for earlier requests counts as theirs."""
         with self.lock:
@@ -101,16 +126,19 @@ class FakeHub:
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = urlsplit(handler.path).path
         with self.lock:
+            sent = self.sent
             self.requests.append((handler.command, path, handler.headers.get("Range")))
             self.tokens.append((handler.headers.get("Host", ""), handler.headers.get("Authorization")))
         if self.faults.token and handler.headers.get("Authorization") != f"Bearer {self.faults.token}":
             return _plain(handler, 401, b'{"error":"unauthorized"}', {"X-Error-Code": "GatedRepo"})
         found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)
         if found:
+            with self.lock:
+                self.reading.discard(handler)
             return self.metadata(handler, found[1], found[2] or "main")
         found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if found and found[1] in self.repos and unquote(found[3]) in self.repos[found[1]]:
-            return self.file(handler, found[1], unquote(found[3]))
+            return self.file(handler, found[1], unquote(found[3]), sent)
         return _plain(handler, 404, b'{"error":"Entry not found"}', {"X-Error-Code": "EntryNotFound"})
 
     def metadata(self, handler: BaseHTTPRequestHandler, repo: str, revision: str) -> None:
@@ -130,7 +158,7 @@ class FakeHub:
         body = {"id": repo, "modelId": repo, "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0}
         return _plain(handler, 200, json.dumps({**body, "siblings": siblings}).encode(), {})
 
-    def file(self, handler: BaseHTTPRequestHandler, repo: str, name: str) -> None:
+    def file(self, handler: BaseHTTPRequestHandler, repo: str, name: str, sent: dict[str, int]) -> None:
         faults, data = self.faults, self.repos[repo][name]
         if self.on_file is not None:
             self.on_file(name)
@@ -160,13 +188,14 @@ class FakeHub:
             self.gate.wait(30)
             handler.close_connection = True
             return None
-        return self.body(handler, name, data, start, stop)
+        return self.body(handler, name, data, start, stop, sent)
 
-    def body(self, handler: BaseHTTPRequestHandler, name: str, data: bytes, start: int, stop: int) -> None:
+    def body(
+        self, handler: BaseHTTPRequestHandler, name: str, data: bytes, start: int, stop: int, sent: dict[str, int]
+    ) -> None:
         faults, first = self.faults, start
         cut = stop
         with self.lock:
-            sent = self.sent
             if faults.cut and faults.cuts > 0 and stop - start > faults.cut:
                 faults.cuts -= 1
                 cut = start + faults.cut
@@ -177,9 +206,8 @@ class FakeHub:
                     if times and start <= place < start + len(block):
                         faults.flip[place] = times - 1
                         block[place - start] ^= 0xFF
-            handler.wfile.write(block)
-            with self.lock:
                 sent[name] = sent.get(name, 0) + len(block)
+            handler.wfile.write(block)
             start += len(block)
             if faults.pause:
                 time.sleep(faults.pause)

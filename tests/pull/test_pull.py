@@ -281,21 +281,33 @@ def test_the_disk_is_checked_before_the_first_byte(
 
 def test_a_cancelled_pull_resumes(hub: FakeHub, env: dict[str, str], published: bytes) -> None:
     hub.faults = Faults(pause=0.003)
+    come: list[int] = [0]
     with pytest.raises(RequestCancelledError):
-        pull("qwen3.6:27b", options(env, cancelled=lambda: sum(hub.sent.values()) > 200_000))
+        pull(
+            "qwen3.6:27b",
+            options(env, progress=lambda status: come.append(status.done), cancelled=lambda: come[-1] > 200_000),
+        )
     left = library.leftovers(env)
     assert left and sum(item.size for item in left) > 100_000
     assert [item.name for item in store.installed(env)] == ["demo"]
     assert plan("qwen3.6:27b", options(env)).missing < len(published)
+    hub.settle()
     hub.faults = Faults()
     pull("qwen3.6:27b", options(env))
     assert nothing_half(env) and hub.sent["qwen3_6_27b.ninfer"] < len(published) + 4 * PART
 
 
 def test_two_pulls_at_once_share_one_download(hub: FakeHub, env: dict[str, str], published: bytes) -> None:
-    hub.faults = Faults(pause=0.05)
     results: list[Any] = []
     seen: list[Status] = []
+    met = threading.Event()
+    hub.on_file = lambda name: met.wait(60) if sum(hub.sent.values()) >= PART else None
+    hub.faults = Faults(pause=0.05)
+
+    def note(status: Status) -> None:
+        seen.append(status)
+        if status.phase == "waiting" and status.all_done:
+            met.set()
 
     def run(progress: Callable[[Status], None]) -> None:
         results.append(pull("qwen3.6:27b", options(env, progress=progress)))
@@ -304,7 +316,7 @@ def test_two_pulls_at_once_share_one_download(hub: FakeHub, env: dict[str, str],
     first.start()
     while not hub.sent:
         time.sleep(0.005)
-    second = threading.Thread(target=run, args=(seen.append,))
+    second = threading.Thread(target=run, args=(note,))
     second.start()
     first.join(120)
     second.join(120)
@@ -320,6 +332,8 @@ def pull_in_a_process(env: dict[str, str], known: Any, done: Any) -> None:
 
 
 def test_three_processes_and_one_is_killed(hub: FakeHub, env: dict[str, str], published: bytes) -> None:
+    killed = threading.Event()
+    hub.on_file = lambda name: killed.wait(60) if sum(hub.sent.values()) >= 2 * PART else None
     hub.faults = Faults(pause=0.01)
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["ninfer_core.pull", "huggingface_hub", "pytest"])
@@ -333,6 +347,8 @@ def test_three_processes_and_one_is_killed(hub: FakeHub, env: dict[str, str], pu
         while not hub.sent and time.monotonic() < end:
             time.sleep(0.01)
     started[0].kill()
+    started[0].join(20)
+    killed.set()
     assert done.get(timeout=30) == done.get(timeout=30) == str(store.resolve("qwen3.6:27b", env))
     for process in started:
         process.join(10)
