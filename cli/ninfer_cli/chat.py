@@ -13,6 +13,7 @@ from typing import Any
 from ninfer_core.errors import InvalidRequestError
 from ninfer_core.types import Message, Part, Request, ResponseFormat, Sampling, Text, Tool
 
+from .effort import EFFORT_BUDGETS
 from .inputs import message_from_json, message_to_json, read_json
 
 _SEED_MASK = (1 << 63) - 1
@@ -39,6 +40,7 @@ PARAMETERS: dict[str, Parameter] = {
     "repetition_penalty": Parameter(float, 0, 10, "divides the score of earlier tokens; 1 is off", open_low=True),
     "seed": Parameter(int, 0, _SEED_MASK, "same seed, same answer"),
     "max_tokens": Parameter(int, 1, math.inf, "longest answer, in tokens"),
+    "thinking_budget": Parameter(int, 0, math.inf, "longest thinking, in tokens; 0 turns it off"),
     "stop": Parameter(str, 0, 0, "end the answer before this text; may be set several times"),
 }
 
@@ -98,6 +100,7 @@ class Settings:
         values = dict(self.parameters)
         stop = values.pop("stop", ())
         max_tokens = values.pop("max_tokens", None)
+        budget = values.pop("thinking_budget", None)
         if self.system:
             messages = (Message("system", self.system), *messages)
         return Request(
@@ -107,8 +110,24 @@ class Settings:
             max_tokens=max_tokens,
             stop=tuple(stop),
             thinking=self.thinking,
+            thinking_budget=None if self.thinking is False else budget,
             response_format=self.response_format,
         )
+
+    def think(self, level: str) -> None:
+        """Let the model think, up to what a level allows ("" leaves the limit as it is; `high` has none).
+
+        Raises:
+            InvalidRequestError: there is no such level.
+        """
+        word = level.strip().lower()
+        if word and word not in EFFORT_BUDGETS:
+            raise InvalidRequestError(f"unknown level {level!r}; known: {', '.join(EFFORT_BUDGETS)}", param="think")
+        budget = EFFORT_BUDGETS[word] if word else self.parameters.get("thinking_budget")
+        self.thinking = budget != 0
+        self.parameters.pop("thinking_budget", None)
+        if budget:
+            self.parameters["thinking_budget"] = budget
 
     def set(self, name: str, text: str) -> Any:
         """Set a parameter from text (`default` takes it back); returns the value now in force, None for the default.

@@ -22,6 +22,7 @@ _VISIBLE |= {code: f"\\x{code:02x}" for code in range(128, 160)}
 
 
 _COLUMNS = 101
+_FENCE = "```"
 
 
 class OutputClosedError(Exception):
@@ -80,14 +81,23 @@ class Console:
     @property
     def columns(self) -> int:
         """Width of the terminal that stderr is, in cells; asked anew each time, for windows are resized."""
-        try:
-            return os.get_terminal_size(self.err.fileno()).columns or _COLUMNS
-        except (AttributeError, OSError, ValueError):
-            return _COLUMNS
+        return _columns(self.err)
+
+    @property
+    def out_columns(self) -> int:
+        """The same of stdout."""
+        return _columns(self.out)
 
     def json(self, value: Any) -> None:
         """One JSON document to stdout."""
         self.line(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
+    except (AttributeError, OSError, ValueError):
+        return _COLUMNS
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -118,10 +128,12 @@ class AnswerView:
     """Shows one streamed answer: text on stdout; thinking dim on a terminal, else dropped or on stderr.
 
     `show_thinking` None: shown on a terminal only; True: on stderr too when stdout is not a terminal; False: never.
+    `wrap`: lines on a terminal break between words.
     """
 
-    def __init__(self, console: Console, *, show_thinking: bool | None = None) -> None:
+    def __init__(self, console: Console, *, show_thinking: bool | None = None, wrap: bool = False) -> None:
         self.console = console
+        self._lines = Wrapping(lambda: console.out_columns) if wrap and console.out_is_terminal else None
         self._to_out = console.out_is_terminal and show_thinking is not False
         self._to_err = not console.out_is_terminal and show_thinking is True
         self._thinking = False
@@ -137,9 +149,8 @@ class AnswerView:
                 self._thinking = True
                 self.console.style(DIM)
                 if not self.console.styled_out:
-                    self.console.write("[thinking]\n")
-            self.console.write(text)
-            self._last_out = text
+                    self._out("[thinking]\n")
+            self._out(text)
         elif self._to_err:
             self.console.error_text(text)
             self._last_err = text
@@ -149,8 +160,7 @@ class AnswerView:
         if not text:
             return
         self._leave_thinking("[answer]\n")
-        self.console.write(text)
-        self._last_out = text
+        self._out(text)
 
     def tool_call(self, line: str) -> None:
         """A complete tool call, as one JSON line."""
@@ -164,23 +174,98 @@ class AnswerView:
         self._leave_thinking("")
         self._end_line()
 
+    def _out(self, text: str) -> None:
+        self._last_out = text
+        self.console.write(self._lines.feed(text) if self._lines else text)
+
     def _leave_thinking(self, marker: str) -> None:
         if self._thinking:
             self._thinking = False
+            if self._lines:
+                self.console.write(self._lines.end())
             self.console.style(RESET)
             self._end_line()
             if not self.console.styled_out:
-                self.console.write(marker)
+                self._out(marker)
             elif marker:
-                self.console.write("\n")
+                self._out("\n")
         if self._last_err and not self._last_err.endswith("\n"):
             self.console.error_text("\n")
             self._last_err = "\n"
 
     def _end_line(self) -> None:
+        if self._lines:
+            self.console.write(self._lines.end())
         if self._last_out and not self._last_out.endswith("\n"):
-            self.console.write("\n")
-            self._last_out = "\n"
+            self._out("\n")
+
+
+class Wrapping:
+    """Breaks lines between words as text streams in; a word is held back until it is whole.
+
+    The terminal breaks the rest by itself: a word longer than a line, text of wide characters, lines of a fenced
+    block, rows of a table.
+    """
+
+    def __init__(self, columns: Callable[[], int]) -> None:
+        self._columns = columns
+        self._column = 0
+        self._word = ""
+        self._cells = 0
+        self._long = False  # the word at hand is longer than a line and goes on
+        self._head = ""  # how the line begins: three characters are enough to tell what it is
+        self._fenced = False
+
+    def feed(self, text: str) -> str:
+        """What can be shown of the text so far; the rest comes later."""
+        columns = self._columns()
+        return "".join([self._next(character, columns) for character in text])
+
+    def end(self) -> str:
+        """The word that is held back."""
+        return self._placed(self._columns())
+
+    def _next(self, character: str, columns: int) -> str:
+        cells = _cells(character)
+        if character in " \t\n" or cells == 2:
+            shown = self._placed(columns)
+            self._long = False
+            return shown + self._between(character, cells, columns)
+        if len(self._head) < len(_FENCE):
+            self._head += character
+        self._word += character
+        self._cells += cells
+        self._long = self._long or self._cells > columns
+        return self._placed(columns) if self._long else ""
+
+    def _between(self, character: str, cells: int, columns: int) -> str:
+        if character == "\n":
+            self._fenced ^= self._head == _FENCE
+            self._column, self._head = 0, ""
+        elif cells == 2:
+            self._head = self._head or character
+            self._column = 2 if self._column + 2 > columns else self._column + 2
+        else:
+            # A blank at the edge would go to the next line by itself, and the break after it would leave an empty one.
+            fits = self._column < columns or not self._breaks
+            self._column += 8 - self._column % 8 if character == "\t" else 1
+            return character if fits else ""
+        return character
+
+    @property
+    def _breaks(self) -> bool:
+        return not (self._long or self._fenced or self._head.startswith(("|", _FENCE)))
+
+    def _placed(self, columns: int) -> str:
+        word, cells = self._word, self._cells
+        self._word, self._cells = "", 0
+        if self._column > 0 and self._column + cells > columns and cells and self._breaks:
+            self._column = cells
+            return "\n" + word
+        self._column += cells
+        if self._long:
+            self._column %= columns
+        return word
 
 
 class Progress:

@@ -20,9 +20,13 @@ FENCE = '"""'
 
 
 class Reader(Protocol):
-    """Reads one message at a time; Ctrl-C raises KeyboardInterrupt and Ctrl-D EOFError."""
+    """Reads one message at a time; Ctrl-C raises KeyboardInterrupt and Ctrl-D EOFError.
+
+    `keeps_history` says whether what is typed goes into the history file, and may be set; None: there is none.
+    """
 
     typed: bool
+    keeps_history: bool | None
 
     def read(self) -> str:
         """The next message, as typed."""
@@ -51,6 +55,7 @@ class PlainReader:
 
     def __init__(self) -> None:
         self.typed = False
+        self.keeps_history: bool | None = None
 
     def read(self) -> str:
         """The next message; continues over several lines while it is unfinished."""
@@ -72,16 +77,17 @@ class PlainReader:
 
 
 class Editor:
-    """The line editor of a full terminal. `history` None keeps nothing on disk.
+    """The line editor of a full terminal. `history` is the file of earlier lines, read and written if `keep`.
 
     Ctrl-G opens the message in a program: `editor`, else `VISUAL`, `EDITOR`, or what the system has.
 
     `typed` says after a KeyboardInterrupt whether there was text in the line.
     """
 
-    def __init__(self, commands: Commands, history: Path | None, *, colour: bool, editor: str | None = None) -> None:
+    def __init__(
+        self, commands: Commands, history: Path, *, keep: bool, colour: bool, editor: str | None = None
+    ) -> None:
         from prompt_toolkit import PromptSession
-        from prompt_toolkit.history import InMemoryHistory
         from prompt_toolkit.output import create_output
         from prompt_toolkit.output.color_depth import ColorDepth
         from prompt_toolkit.output.vt100 import Vt100_Output
@@ -93,12 +99,13 @@ class Editor:
             # after the prompt has closed ends up as typed text.
             output.enable_cpr = False
         self.typed = False
+        self.keeps_history: bool | None = keep
         self._pasted = False
         self._program = editor
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
             key_bindings=self._keys(),
-            history=InMemoryHistory() if history is None else self._file_history(history),
+            history=self._file_history(history),
             completer=_completer(commands),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
@@ -155,16 +162,19 @@ class Editor:
         from prompt_toolkit.history import FileHistory
 
         editor = self
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Created before the first write, so that it is never readable by others, not even for a moment.
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-        path.chmod(0o600)
 
         class PrivateHistory(FileHistory):
             """History of typed lines; pasted blocks stay in memory, they may be the contents of private files."""
 
+            def load_history_strings(self) -> Iterable[str]:
+                return super().load_history_strings() if editor.keeps_history else ()
+
             def store_string(self, string: str) -> None:
-                if not editor._pasted:
+                if editor.keeps_history and not editor._pasted:
+                    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    # Created before the first write, so that it is never readable by others, not even for a moment.
+                    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+                    path.chmod(0o600)
                     super().store_string(string)
 
         return PrivateHistory(str(path))

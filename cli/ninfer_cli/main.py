@@ -174,7 +174,9 @@ def run(
     ] = None,
     response_format: Annotated[
         str | None,
-        typer.Option("--format", metavar="json|SCHEMA.json", help="Answer in JSON, or JSON of a schema in a file."),
+        typer.Option(
+            "--format", "--schema", metavar="json|SCHEMA.json", help="Answer in JSON, or JSON of a schema in a file."
+        ),
     ] = None,
     temperature: Annotated[float | None, _parameter("temperature")] = None,
     top_p: Annotated[float | None, _parameter("top_p")] = None,
@@ -183,6 +185,7 @@ def run(
     presence_penalty: Annotated[float | None, _parameter("presence_penalty")] = None,
     frequency_penalty: Annotated[float | None, _parameter("frequency_penalty")] = None,
     repetition_penalty: Annotated[float | None, _parameter("repetition_penalty")] = None,
+    thinking_budget: Annotated[int | None, _parameter("thinking_budget")] = None,
     seed: Annotated[int | None, _parameter("seed")] = None,
     max_tokens: Annotated[int | None, _parameter("max_tokens")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
@@ -203,6 +206,9 @@ def run(
     no_history: Annotated[
         bool, typer.Option("--no-history", envvar="NINFER_NOHISTORY", help="Keep no history file.")
     ] = False,
+    wordwrap: Annotated[
+        bool, typer.Option("--wordwrap/--no-wordwrap", help="Break lines between words on a terminal.")
+    ] = True,
     quiet: Quiet = False,
 ) -> None:
     """Answer a prompt, or talk. stdout carries the answer alone; text on stdin goes in front of PROMPT."""
@@ -218,6 +224,7 @@ def run(
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
         "repetition_penalty": repetition_penalty,
+        "thinking_budget": thinking_budget,
         "seed": seed,
         "max_tokens": max_tokens,
     }
@@ -244,6 +251,7 @@ def run(
         quiet=quiet,
         stats_json=stats_json,
         no_history=no_history,
+        wrap=wordwrap,
         host=host,
         no_server=no_server or context.obj is not None,
     )

@@ -16,6 +16,7 @@ from .answer import Turn, statistics, statistics_lines, take_turn
 from .chat import PARAMETERS, Chat
 from .commands import list_models
 from .display import AnswerView, Console
+from .effort import EFFORT_BUDGETS
 from .inputs import read_format
 from .line_editor import Reader
 from .pictures import content, find_media, medium
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 # A second Ctrl-C this soon after the one that stopped a turn means "out", in seconds.
 DOUBLE_PRESS = 1.0
 _READ_LIMIT = 16 << 20
+SETTINGS = ("parameter", "system", "format", "think", "nothink", "verbose", "quiet", "history", "nohistory",
+            "wordwrap", "nowordwrap")  # fmt: skip
+SHOWN = ("info", "parameters", "system", "license", "template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,17 @@ class Repl:
         source: str = "",
         verbose: bool = False,
         show_thinking: bool | None = None,
+        wrap: bool = True,
         load_seconds: float | None = None,
+        texts: Callable[[str], str] | None = None,
     ) -> None:
         self.engine, self.chat, self.console = engine, chat, console
         self._name, self._source = name, source
         self._verbose = verbose
         self._show_thinking = show_thinking
+        self._wrap = wrap
+        self._texts = texts
+        self._reader: Reader | None = None
         self._load_seconds = load_seconds
         self._last: Turn | None = None
         self._armed = False
@@ -74,6 +83,7 @@ class Repl:
 
     def run(self, reader: Reader) -> int:
         """The loop. Errors of single turns and commands are shown and the loop goes on."""
+        self._reader = reader
         self.console.note(f"{self._name}: type a message, /help for commands, Ctrl-D to leave")
         while True:
             try:
@@ -114,11 +124,13 @@ class Repl:
         """What Tab completes: (command line so far, kind of its argument)."""
         for name, command in self.commands.items():
             yield name, command.kind
-        for word in ("parameter", "system", "verbose", "quiet", "think", "nothink"):
+        for word in SETTINGS:
             yield f"/set {word}", ""
         for parameter in PARAMETERS:
             yield f"/set parameter {parameter}", ""
-        for word in ("info", "parameters", "system"):
+        for level in EFFORT_BUDGETS:
+            yield f"/set think {level}", ""
+        for word in SHOWN:
             yield f"/show {word}", ""
 
     def _interrupted_prompt(self, typed: bool) -> bool:
@@ -151,7 +163,8 @@ class Repl:
         return content((), text, strict=False)
 
     def _turn(self, request: Request) -> None:
-        turn = take_turn(self.engine, request, AnswerView(self.console, show_thinking=self._show_thinking))
+        view = AnswerView(self.console, show_thinking=self._show_thinking, wrap=self._wrap)
+        turn = take_turn(self.engine, request, view)
         self.chat.answer(turn.message)
         self._last = turn
         if turn.interrupted:
@@ -169,8 +182,8 @@ class Repl:
 
     def _commands(self) -> dict[str, Command]:
         return {
-            "/set": Command(self._set, "/set parameter|system|format|verbose|quiet|think|nothink", "change a setting"),
-            "/show": Command(self._show, "/show info|parameters|system", "show settings"),
+            "/set": Command(self._set, "/set WHAT [VALUE]", f"change a setting: {', '.join(SETTINGS)}"),
+            "/show": Command(self._show, "/show WHAT", f"show {', '.join(SHOWN)}"),
             "/clear": Command(self._clear, "/clear", "forget the conversation"),
             "/regen": Command(self._regen, "/regen", "answer the last message again"),
             "/undo": Command(self._undo, "/undo", "take back the last message and its answer"),
@@ -222,10 +235,30 @@ class Repl:
             self._verbose = what == "verbose"
             self.console.note(f"figures after each answer: {'on' if self._verbose else 'off'}")
         elif what in ("think", "nothink"):
-            self.chat.settings.thinking = what == "think"
-            self.console.note(f"thinking: {'on' if what == 'think' else 'off'}")
+            self._set_thinking(what == "think", value)
+        elif what in ("wordwrap", "nowordwrap"):
+            self._wrap = what == "wordwrap"
+            self.console.note(f"lines break between words: {'yes' if self._wrap else 'no'}")
+        elif what in ("history", "nohistory"):
+            self._set_history(what == "history")
         else:
-            raise InvalidRequestError(f"usage: {self.commands['/set'].usage}")
+            raise InvalidRequestError(f"/set knows {', '.join(SETTINGS)}")
+
+    def _set_thinking(self, on: bool, level: str) -> None:
+        settings = self.chat.settings
+        if on:
+            settings.think(level)
+        else:
+            settings.thinking = False
+        budget = settings.parameters.get("thinking_budget")
+        limit = f", up to {budget:,} tokens" if settings.thinking and budget else ""
+        self.console.note(f"thinking: {'on' if settings.thinking else 'off'}{limit}")
+
+    def _set_history(self, on: bool) -> None:
+        if self._reader is None or self._reader.keeps_history is None:
+            raise InvalidRequestError("this terminal cannot edit lines, so there is no history")
+        self._reader.keeps_history = on
+        self.console.note(f"what you type is {'kept' if on else 'not kept'} in the history file")
 
     def _show(self, rest: str) -> None:
         settings = self.chat.settings
@@ -243,8 +276,10 @@ class Repl:
                 self.console.line(f"{name:<19} {'default' if value is None else value!s:<10} {parameter.help}")
         elif rest == "system":
             self.console.line(settings.system or "(no system message)")
+        elif rest in ("license", "template") and self._texts is not None:
+            self.console.line(self._texts(rest).rstrip("\n") or f"(the model states no {rest})")
         else:
-            raise InvalidRequestError(f"usage: {self.commands['/show'].usage}")
+            raise InvalidRequestError(f"/show knows {', '.join(SHOWN)}")
 
     def _clear(self, rest: str) -> None:
         self.chat.clear()

@@ -63,6 +63,7 @@ class RunOptions:
     quiet: bool = False
     stats_json: Path | None = None
     no_history: bool = False
+    wrap: bool = True
     host: str = ""
     no_server: bool = False
 
@@ -225,7 +226,8 @@ def _answer_once(
     load_seconds: float | None,
 ) -> int:
     request = options.settings.request(messages)
-    turn = take_turn(engine, request, AnswerView(console, show_thinking=options.show_thinking))
+    view = AnswerView(console, show_thinking=options.show_thinking, wrap=options.wrap)
+    turn = take_turn(engine, request, view)
     stats = statistics(turn, load_seconds)
     if options.verbose:
         for line in statistics_lines(stats):
@@ -279,13 +281,36 @@ def _converse(
         source=source,
         verbose=options.verbose,
         show_thinking=options.show_thinking,
+        wrap=options.wrap,
         load_seconds=load_seconds,
+        texts=lambda what: _text_of(what, engine, source, environ),
     )
     reader: Reader
     if environ.get("TERM") == "dumb":
         reader = PlainReader()
     else:
-        history: Any = None if options.no_history else store.history_path(environ)
-        editor = environ.get("NINFER_EDITOR") or None
-        reader = Editor(repl.words, history, colour=not environ.get("NO_COLOR"), editor=editor)
+        reader = Editor(
+            repl.words,
+            store.history_path(environ),
+            keep=not options.no_history,
+            colour=not environ.get("NO_COLOR"),
+            editor=environ.get("NINFER_EDITOR") or None,
+        )
     return repl.run(reader)
+
+
+def _text_of(what: str, engine: EngineInterface, source: str, environ: Mapping[str, str]) -> str:
+    """The `license` or the `template` of the model that answers, here or at a server."""
+    from ninfer_core.client import Client
+
+    if isinstance(engine, Client):
+        from .remote import call
+
+        return str(call(source, "/api/show", environ, {"model": engine.model}).get(what) or "")
+    entry = store.inspect_path(Path(source))
+    if what == "license":
+        return entry.known.licence if entry.known else ""
+    from ninfer_core.artifact import Artifact
+
+    with Artifact.open(entry.path) as artifact:
+        return artifact.resource("chat_template.jinja").decode("utf-8", "replace")

@@ -146,3 +146,19 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 def test_nothing_to_regenerate_or_undo() -> None:
     chat = Chat(Settings())
     assert chat.regenerate() is None and chat.undo() is False
+
+
+def test_levels_of_thinking() -> None:
+    settings = Settings()
+    settings.think("low")
+    assert settings.request(()).thinking is True and settings.request(()).thinking_budget == 4096
+    settings.think("")
+    assert settings.request(()).thinking_budget == 4096, "no level leaves the limit"
+    settings.think("high")
+    assert settings.request(()).thinking is True and settings.request(()).thinking_budget is None
+    settings.set("thinking_budget", "7")
+    settings.think("off")
+    assert settings.request(()).thinking is False and settings.request(()).thinking_budget is None
+    with pytest.raises(InvalidRequestError, match="known: none, off, minimal, low"):
+        settings.think("harder")
+    assert settings.thinking is False

@@ -223,6 +223,50 @@ def test_thinking_is_switched_and_dim(terminal) -> None:
     assert "Hmm" not in t.ask("again", "turn 2: again")
     t.ask("/set think", "thinking: on")
     assert "Hmm" in t.ask("and again", "turn 3: and again")
+    t.ask("/set think low", "thinking: on, up to 4,096 tokens")
+    t.ask("/show parameters", "thinking_budget     4096")
+    t.ask("/set think none", "thinking: off")
+    t.ask("/set think much", "unknown level 'much'")
+    t.key("\x04")
+    assert t.end() == 0
+
+
+def test_lines_break_between_words_unless_switched_off(terminal) -> None:
+    words = "alpha bravo charlie delta echo foxtrot"
+    t = terminal("--no-think", columns=30)
+    t.key(words + "\r")
+    t.expect("turn 1: ")
+    assert t.expect(PROMPT).startswith("alpha bravo charlie \ndelta echo foxtrot\n")
+    t.ask("/set nowordwrap", "lines break between words: no")
+    t.key(words + "\r")
+    t.expect("turn 2: ")
+    assert t.expect(PROMPT).startswith(words + "\n")
+    t.ask("/set wordwrap", "lines break between words: yes")
+    t.ask("/set margins", "/set knows parameter, ")
+    t.key("\x04")
+    assert t.end() == 0
+
+
+def test_history_is_switched_in_the_conversation(terminal) -> None:
+    t = terminal("--no-think", "--no-history")
+    t.ask("before", "turn 1")
+    t.ask("/set history", "is kept")
+    t.ask("during", "turn 2")
+    t.ask("/set nohistory", "not kept")
+    t.ask("after", "turn 3")
+    t.key("\x04")
+    assert t.end() == 0 and stat.S_IMODE(t.history.stat().st_mode) == 0o600
+    kept = [line[1:] for line in t.history.read_text().splitlines() if line.startswith("+")]
+    assert kept == ["during", "/set nohistory"]
+
+
+def test_license_and_template_are_shown(terminal) -> None:
+    t = terminal("--no-think")
+    assert "Apache-2.0" in t.ask("/show license", "Apache-2.0\r\n") + t.raw
+    t.ask("/show template", "<|im_start|>")
+    t.ask("/show weather", "/show knows info, parameters, system, license, template")
+    t.key("\x04")
+    assert t.end() == 0
 
 
 def test_tab_completes_commands_parameters_and_paths(terminal, tmp_path: Path) -> None:
@@ -303,6 +347,7 @@ def test_sigterm_leaves_with_143(terminal, busy: bool) -> None:
 def test_a_dumb_terminal_gets_no_escape_codes(terminal) -> None:
     t = terminal("--think", TERM="dumb")
     t.ask("hi", "turn 1: hi")
+    t.ask("/set history", "cannot edit lines")
     t.key('"""one\r')
     t.expect("... ")
     t.key('two"""\r')

@@ -90,7 +90,7 @@ def test_thinking_is_dropped_or_on_stderr(run, engines) -> None:
 def test_every_sampling_flag_reaches_the_request(run, engines) -> None:
     flags = (
         "--temperature 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --presence-penalty 1 --frequency-penalty -1 "
-        "--repetition-penalty 1.1 --seed 5 --max-tokens 50 --stop END --stop FIN --system Be"
+        "--repetition-penalty 1.1 --seed 5 --max-tokens 50 --thinking-budget 9 --stop END --stop FIN --system Be"
     )
     result = run("hi", *flags.split())
     assert result.exit_code == 0 and "[system: Be]" in result.stdout
@@ -98,7 +98,7 @@ def test_every_sampling_flag_reaches_the_request(run, engines) -> None:
     s = request.sampling
     assert (s.temperature, s.top_p, s.top_k, s.min_p) == (0.5, 0.9, 7, 0.1)
     assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty, s.seed) == (1, -1, 1.1, 5)
-    assert (request.max_tokens, request.stop) == (50, ("END", "FIN"))
+    assert (request.max_tokens, request.stop, request.thinking_budget) == (50, ("END", "FIN"), 9)
 
 
 def test_load_options_reach_the_loader(run, engines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 from ninfer_core.errors import InvalidRequestError, UnsupportedError
 from ninfer_core.types import Image, Message, Part, Request, ResponseFormat, Sampling, Text, Tool, ToolCall, ToolChoice
 
+from ..effort import effort_budget
 from .common import (
     apply_thinking_object,
     arguments_of,
-    effort_budget,
     function_tool,
     schema_format,
     stop_of,

@@ -10,29 +10,13 @@ from typing import Any
 from ninfer_core.errors import InvalidRequestError, UnsupportedError
 from ninfer_core.types import ResponseFormat, Sampling, Tool, ToolChoice
 
+from ..effort import effort_budget
 from .schemas import GuidedFields, SamplingFields, ThinkingFields
-
-# Reasoning tokens allowed at each named effort; None is no limit. Unknown names count as the nearest known one.
-EFFORT_BUDGETS: dict[str, int | None] = {
-    "none": 0,
-    "off": 0,
-    "minimal": 1024,
-    "low": 4096,
-    "medium": 16384,
-    "high": None,
-    "xhigh": None,
-    "max": None,
-}
 
 
 def new_id(prefix: str) -> str:
     """A unique id such as `chatcmpl-4f...`: 96 random bits."""
     return prefix + secrets.token_hex(12)
-
-
-def effort_budget(effort: str) -> int | None:
-    """The thinking budget of an effort level; 0 is thinking off, None unlimited."""
-    return EFFORT_BUDGETS.get(effort.strip().lower())
 
 
 def thinking_of(fields: ThinkingFields) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 from ninfer_core.errors import ContextOverflowError, InvalidRequestError, UnsupportedError
 from ninfer_core.types import Image, Message, Part, Request, ResponseFormat, Sampling, Text, ToolCall
 
-from .common import apply_budget, arguments_of, effort_budget, stop_of
+from ..effort import effort_budget
+from .common import apply_budget, arguments_of, stop_of
 from .context import Server
 from .gap import gap_ends, gap_prompt
 from .media import decode_base64

@@ -11,11 +11,11 @@ from typing import Any, cast
 from ninfer_core.errors import InvalidRequestError, UnsupportedError
 from ninfer_core.types import Message, Part, Request, ResponseFormat, Role, Tool, ToolCall, ToolChoice
 
+from ..effort import effort_budget
 from .common import (
     apply_budget,
     arguments_of,
     custom_tool,
-    effort_budget,
     function_tool,
     limit_of,
     restrict,
