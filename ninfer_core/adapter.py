@@ -359,6 +359,11 @@ def check_target(target: Target) -> None:
         check_http_client(target.http_client)
 
 
+def public_address(base_url: str | None) -> str | None:
+    """The address of a target as it may be shown, stored and traced: without a user and password."""
+    return check_address(base_url)[0] if base_url else base_url
+
+
 def format_of_envelope(value: Mapping[str, Any]) -> ResponseFormat:
     """The form that OpenAI's `{"type": "json_schema", "json_schema": {...}}` asks for.
 

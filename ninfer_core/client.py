@@ -135,7 +135,8 @@ class Client(EngineInterface):
     """A ninfer server as an engine.
 
     Args:
-        base_url: the server's address, with or without `/v1`.
+        base_url: the server's address, with or without `/v1`. A user and password in it are sent as basic
+            authentication, and are not part of `base_url` or of any message afterwards.
         model: the served name to ask for; None is the server's own model.
         api_key: sent as a bearer token.
         timeout: seconds for a whole request, queue time included, where the request sets none; None is no limit.
@@ -145,8 +146,8 @@ class Client(EngineInterface):
             loop only, and you close it.
 
     Raises:
-        InvalidRequestError: the address has no scheme or host, the key cannot be sent, or the client is of another
-            kind.
+        InvalidRequestError: the address has no scheme or host, the key cannot be sent or comes on top of a user in the
+            address, or the client is of another kind.
     """
 
     nonblocking = True
@@ -162,7 +163,7 @@ class Client(EngineInterface):
         max_retries: int = 2,
         http_client: httpx.AsyncClient | None = None,
     ) -> None:
-        self.base_url = check_address(base_url)
+        self.base_url, basic = check_address(base_url)
         if http_client is not None:
             check_http_client(http_client)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -174,7 +175,14 @@ class Client(EngineInterface):
         self.model = model
         self.timeout = timeout
         self.max_retries = max_retries
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        if api_key and basic:
+            raise InvalidRequestError(
+                "base_url holds a user and there is an api_key (or NINFER_API_KEY); a request has one Authorization "
+                "header, so leave out one of the two",
+                param="api_key",
+            )
+        authorization = f"Bearer {api_key}" if api_key else basic
+        self._headers = {"Authorization": authorization} if authorization else {}
         self._link = _Link(http_client)
 
     def with_model(self, model: str | None) -> Client:

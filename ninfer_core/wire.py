@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from .errors import (
     AuthenticationError,
@@ -28,6 +29,7 @@ from .errors import (
     RequestCancelledError,
     RequestTimeoutError,
     SchemaError,
+    ServerUnreachableError,
     UnsupportedError,
 )
 from .types import (
@@ -58,8 +60,10 @@ _SAMPLING = tuple(name for name in Sampling.__dataclass_fields__ if name != "log
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
-def check_address(base_url: str) -> str:
-    """The address of a server without a trailing `/v1`.
+def check_address(base_url: str) -> tuple[str, str]:
+    """The address of a server without a trailing `/v1`, and the Authorization header of the user in it ("" if none).
+
+    The address has no user any more, so that no message, log or trace shows a password.
 
     Raises:
         InvalidRequestError: it is no http(s) address.
@@ -67,15 +71,18 @@ def check_address(base_url: str) -> str:
     try:
         parts = urlsplit(base_url)
         known = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
-    except ValueError:  # a port that is no number, a bracket that does not close
+        user = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()
+    except ValueError:  # a port that is no number, a bracket that does not close, text that is not Unicode
         known = False
     if not known:
+        shown = re.sub(r"^(\w+://)?.*@", r"\1***@", base_url, flags=re.DOTALL)
         raise InvalidRequestError(
-            f"base_url is {base_url!r}; it must begin with http:// or https:// and name a host, such as "
+            f"base_url is {shown!r}; it must begin with http:// or https:// and name a host, such as "
             "http://127.0.0.1:11434",
             param="base_url",
         )
-    return base_url.rstrip("/").removesuffix("/v1")
+    address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/").removesuffix("/v1")
+    return address, "Basic " + base64.b64encode(user).decode() if user != b":" else ""
 
 
 # --- requests ----------------------------------------------------------------------------------------------------
@@ -428,6 +435,9 @@ def error_of(status: int, found: Any, headers: Mapping[str, str]) -> NinferError
         if headers.get("x-should-retry") == "false":
             return EngineClosedError(message)
         return EngineBusyError(message, retry_after=_seconds(headers))
+    if status in (502, 504):
+        # A gateway's own answer: the server behind it is away for now, or was too slow.
+        return ServerUnreachableError(message, param=param)
     if status in _BY_STATUS:
         return _BY_STATUS[status](message, param=param)
     if status == 404:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput, ModelProfile
@@ -15,7 +15,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.utils import from_env, secret_from_env
-from pydantic import ConfigDict, Field, SecretStr, model_validator
+from pydantic import ConfigDict, Field, PlainSerializer, SecretStr, model_validator
 
 from ninfer_core.adapter import (
     MediaPolicy,
@@ -26,6 +26,7 @@ from ninfer_core.adapter import (
     connect,
     joined,
     offline_profile,
+    public_address,
     share,
     tool_choice_of,
 )
@@ -60,8 +61,10 @@ class ChatNInfer(ManyAtOnce):
     """Name of the engine in this process; not used with `base_url`."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Fields of `ninfer_core.EngineOptions` for an engine made on first use."""
-    base_url: str | None = Field(default_factory=from_env("NINFER_BASE_URL", default=None))
-    """Address of a ninfer server; given, nothing is loaded here."""
+    base_url: Annotated[str | None, PlainSerializer(public_address)] = Field(
+        default_factory=from_env("NINFER_BASE_URL", default=None), repr=False
+    )
+    """Address of a ninfer server; given, nothing is loaded here. A user and password in it stay out of traces."""
     api_key: SecretStr | None = Field(default_factory=secret_from_env("NINFER_API_KEY", default=None))
     """Key of the server; not needed in-process."""
     temperature: float | None = None
@@ -96,7 +99,8 @@ class ChatNInfer(ManyAtOnce):
     http_client: Any = Field(default=None, exclude=True, repr=False)
     """HTTP mode: your own `httpx.AsyncClient`, which synchronous calls use too (alias: `http_async_client`)."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    # Pydantic would print all that was given, the key included, for an unknown field.
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -129,8 +133,9 @@ class ChatNInfer(ManyAtOnce):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        places = ("model", "engine", "engine_options", "base_url", "allow_remote_media", "media_root")
-        return {name: getattr(self, name) for name in (*places, *FIELDS) if name != "timeout"}
+        places = ("model", "engine", "engine_options", "allow_remote_media", "media_root")
+        own = {name: getattr(self, name) for name in (*places, *FIELDS) if name != "timeout"}
+        return {**own, "base_url": public_address(self.base_url)}
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
@@ -145,7 +150,7 @@ class ChatNInfer(ManyAtOnce):
     @property
     def lc_attributes(self) -> dict[str, Any]:
         """The address is serialized even if it is None: loading must not take one from the environment."""
-        return {"base_url": self.base_url}
+        return {"base_url": public_address(self.base_url)}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         own = [self.stop] if isinstance(self.stop, str) else self.stop

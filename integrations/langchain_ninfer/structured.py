@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessageChunk
+from langchain_core.messages import AIMessageChunk, BaseMessage, message_chunk_to_message
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration
-from langchain_core.runnables import AddableDict, Runnable, RunnableGenerator, RunnablePassthrough
+from langchain_core.runnables import AddableDict, Runnable, RunnableConfig, RunnableGenerator
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import ValidationError
 
@@ -60,20 +59,48 @@ def structured(
         parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
     if not include_raw:
         return bound | parser
-    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
-    failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return bound | RunnableGenerator(_raw, _araw) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    return bound | _with_raw(parser)
 
 
-# The model is the first step, not inside a `RunnableMap`: that would drop the options of the call (`reasoning=False`).
-def _raw(messages: Iterator[Any]) -> Iterator[Any]:
-    for message in messages:
-        yield AddableDict(raw=message)
+def _with_raw(parser: Runnable[Any, Any]) -> Runnable[Any, Any]:
+    """A parser that keeps the answer beside what it finds, and hands over its errors.
+
+    Core's own form, a parser with a fallback, catches an error of `invoke` only: in a stream the answer has been passed
+    on by then, and the error is raised. It also holds the answer back until it is whole, and a `RunnableMap` around the
+    model would drop the options of the call (`reasoning=False`).
+    """
+
+    def run(messages: Iterator[Any], config: RunnableConfig) -> Iterator[Any]:
+        parts = []
+        for message in messages:
+            yield AddableDict(raw=message)
+            parts.append(message)
+        try:
+            found = parser.invoke(_whole(parts), config)
+        except Exception as error:
+            yield AddableDict(parsed=None, parsing_error=error)
+        else:
+            yield AddableDict(parsed=found, parsing_error=None)
+
+    async def arun(messages: AsyncIterator[Any], config: RunnableConfig) -> AsyncIterator[Any]:
+        parts = []
+        async for message in messages:
+            yield AddableDict(raw=message)
+            parts.append(message)
+        try:
+            found = await parser.ainvoke(_whole(parts), config)
+        except Exception as error:
+            yield AddableDict(parsed=None, parsing_error=error)
+        else:
+            yield AddableDict(parsed=found, parsing_error=None)
+
+    return RunnableGenerator(run, arun)  # type: ignore[arg-type]  # core gives the config to who takes one
 
 
-async def _araw(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for message in messages:
-        yield AddableDict(raw=message)
+def _whole(parts: list[Any]) -> BaseMessage:
+    """The message that came whole or in chunks."""
+    first, *rest = parts
+    return message_chunk_to_message(first + rest if rest else first)
 
 
 def _format(schema: Any, strict: bool | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from langchain_core import exceptions as lc
+from langchain_core.load import dumpd
 from langchain_core.messages import HumanMessage
 from langchain_ninfer import ChatNInfer
 from langchain_ninfer.messages import to_messages
@@ -458,6 +460,30 @@ def test_a_key_that_no_header_carries(key: str) -> None:
         with pytest.raises(InvalidRequestError, match="api_key") as told:
             run()
         assert "secr" not in str(told.value)
+
+
+def test_a_password_in_an_address_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NINFER_API_KEY", raising=False)
+    url = NOBODY.replace("//", "//me:s3cr%40t@")
+    chat = ChatNInfer(model="demo", base_url=url, max_retries=0)
+    llm = NInfer(model="demo", base_url=url, max_retries=0)
+    shown: list[Any] = [repr(chat), dumpd(chat), chat.model_dump(), chat._identifying_params, repr(llm), llm.to_json()]
+    client = Client(url, max_retries=0)
+    calls: list[Callable[[], Any]] = [lambda: chat.invoke("hi"), lambda: llm.chat(USER), lambda: client.generate("hi")]
+    for call in (*calls, lambda: client.served_names):
+        with pytest.raises(ServerUnreachableError, match=NOBODY) as told:
+            call()
+        shown.append(told.value)
+    shown += [client.base_url, client.health()]
+    for kind in (ChatNInfer, NInfer):
+        for wrong in ({"base_url": url + "x"}, {"base_url": "me:s3cr%40t@host"}, {"base_url": url, "nonsense": 1}):
+            with pytest.raises(ValueError, match=r"base_url|nonsense") as refused:
+                kind(model="demo", api_key="s3cret", **wrong)
+            shown.append(refused.value)
+    assert not any("s3cr" in str(text) or "me:" in str(text) for text in shown)
+    assert pickle.loads(pickle.dumps(chat)).base_url == pickle.loads(pickle.dumps(llm)).base_url == url
+    with pytest.raises(InvalidRequestError, match="leave out one of the two"):
+        Client(url, api_key="k")
 
 
 def test_a_proxy_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -276,6 +277,39 @@ def test_loading_is_waited_for() -> None:
     once = Client("http://server", http_client=httpx.AsyncClient(transport=Loading()), max_retries=0)
     with pytest.raises(EngineBusyError, match="loading"):
         once.generate(Request(USER))
+
+
+class Gateway(httpx.AsyncBaseTransport):
+    """A gateway whose server is away for the first two requests."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.asked, self.sent = status, 0, ""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked += 1
+        self.sent = request.headers.get("authorization", "")
+        if self.asked <= 2:
+            return httpx.Response(self.status, content=b"<html>nginx</html>")
+        chunk = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
+        return httpx.Response(200, content=chunk + b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_gateway_without_its_server_is_tried_again(status: int) -> None:
+    gateway = Gateway(status)
+    client = Client("http://server", http_client=httpx.AsyncClient(transport=gateway))
+    assert client.generate(Request(USER)).text == "a" and gateway.asked == 3
+    once = Client("http://server", http_client=httpx.AsyncClient(transport=Gateway(status)), max_retries=0)
+    with pytest.raises(EngineError, match=f"answered {status}.*nginx") as told:
+        once.generate(Request(USER))
+    assert told.value.retryable
+
+
+def test_a_user_in_the_address_is_basic_authentication() -> None:
+    gateway = Gateway(503)
+    client = Client("http://me:a%3Ab@server/v1", http_client=httpx.AsyncClient(transport=gateway))
+    assert client.generate(Request(USER)).text == "a" and client.base_url == "http://server"
+    assert gateway.sent == "Basic " + base64.b64encode(b"me:a:b").decode()
 
 
 def test_nobody_there() -> None:

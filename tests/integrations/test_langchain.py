@@ -15,7 +15,7 @@ import pytest
 from langchain_core import exceptions as lc
 from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumpd, load
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_ninfer import ChatNInfer
 from pydantic import BaseModel
@@ -53,7 +53,7 @@ def scripted(*scripts: Any, **options: Any) -> tuple[ScriptedEngine, ChatNInfer]
     return engine, ChatNInfer.from_engine(engine, **fields)
 
 
-def total(chunks: Any) -> AIMessageChunk:
+def total(chunks: Any) -> Any:
     first, *others = chunks
     for chunk in others:
         first = first + chunk
@@ -167,6 +167,16 @@ def test_a_cut_call_is_invalid_in_both_forms() -> None:
     for message in (bound.invoke("hi"), total(bound.stream("hi"))):
         assert message.tool_calls == [] and message.invalid_tool_calls[0]["name"] == "add"
         assert message.response_metadata["finish_reason"] == "length"
+
+
+def test_a_call_cut_inside_its_name_is_no_call_and_says_why() -> None:
+    _, model = scripted(["<tool_call>\n<function=Poi", End("length")], fields={"reasoning": False})
+    bound = model.bind_tools([add])
+    for message in (bound.invoke("hi"), total(bound.stream("hi"))):
+        assert message.tool_calls == message.invalid_tool_calls == []
+        assert message.response_metadata["finish_reason"] == "length"
+    with pytest.raises(lc.OutputParserException, match=r"'length'.*raise max_tokens"):
+        model.with_structured_output(Point, method="function_calling").invoke("hi")
 
 
 # --- messages in ---
@@ -301,66 +311,6 @@ def test_a_wrong_name_is_refused_when_binding() -> None:
         model.bind_tools([add], tool_choice="subtract")
     with pytest.raises(lc.ModelInvalidRequestError, match="web_search"):
         model.bind_tools([{"type": "web_search"}])
-
-
-@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
-async def test_structured_output(method: Any) -> None:
-    answer = (
-        Reply("", tool_calls=[ToolCall("", "Point", {"x": 1, "y": 2})])
-        if method == "function_calling"
-        else ('{"x": 1, "y": 2}')
-    )
-    engine, model = scripted(answer, fields={"reasoning": True})
-    chain = model.with_structured_output(Point, method=method)
-    assert chain.invoke("hi") == Point(x=1, y=2) == await chain.ainvoke("hi")
-    assert list(chain.stream("hi"))[-1] == Point(x=1, y=2)
-    request = engine.requests[0]
-    if method == "function_calling":
-        assert request.tool_choice.names == ("Point",)
-    else:
-        assert request.response_format.kind == "json_schema" and set(request.response_format.schema["properties"]) == {
-            "x",
-            "y",
-        }
-    both = model.with_structured_output(Point, method=method, include_raw=True).invoke("hi")
-    assert both["parsed"] == Point(x=1, y=2) and both["parsing_error"] is None
-    version1 = ChatNInfer.from_engine(engine, output_version="v1").with_structured_output(Point, method=method)
-    assert version1.invoke("hi") == Point(x=1, y=2)
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_is_never_none(method: Any) -> None:
-    _, model = scripted(["no", End("length")], fields={"reasoning": False})
-    with pytest.raises(lc.OutputParserException):
-        model.with_structured_output(Point, method=method).invoke("hi")
-    both = model.with_structured_output(Point, method=method, include_raw=True).invoke("hi")
-    assert both["parsed"] is None and isinstance(both["parsing_error"], lc.OutputParserException)
-    assert both["raw"].content == "no"
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
-async def test_options_of_a_call_reach_the_model_beside_the_raw_answer(method: Any) -> None:
-    """A `RunnableMap` around the model would drop them without a word."""
-    call = Reply("", tool_calls=[ToolCall("", "Point", {"x": 1, "y": 2})])
-    engine, model = scripted(call if method == "function_calling" else '{"x": 1, "y": 2}')
-    chain = model.with_structured_output(Point, method=method, include_raw=True)
-    chain.invoke("hi", reasoning=False, max_tokens=99)
-    chain.batch(["hi"], reasoning=False, max_tokens=99)
-    await chain.ainvoke("hi", reasoning=False, max_tokens=99)
-    parts = list(chain.stream("hi", reasoning=False, max_tokens=99))
-    parts += [part async for part in chain.astream("hi", reasoning=False, max_tokens=99)]
-    assert all(isinstance(part, dict) for part in parts) and any("raw" in part for part in parts)
-    assert [(request.thinking, request.max_tokens) for request in engine.requests] == [(False, 99)] * 5
-
-
-def test_tools_and_a_schema_in_one_request() -> None:
-    engine, model = scripted()
-    schema = {
-        "type": "json_schema",
-        "json_schema": {"name": "Point", "schema": Point.model_json_schema(), "strict": True},
-    }
-    model.bind_tools([add], tool_choice=None, response_format=schema).invoke("hi")
-    assert engine.requests[0].tools and engine.requests[0].response_format.kind == "json_schema"
 
 
 # --- options ---

@@ -168,6 +168,11 @@ def test_a_call_cut_by_the_limit_is_never_run() -> None:
     assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
     with pytest.raises(ValueError, match="max_tokens"):
         llm.get_tool_calls_from_response(response)
+    _, llm = scripted(["<tool_call>\n<function=ad", End("length")], fields={"thinking": False})
+    for response in (llm.chat_with_tools([ADD], "1+2?"), list(llm.stream_chat_with_tools([ADD], "1+2?"))[-1]):
+        assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
+        with pytest.raises(ValueError, match="cut by the length limit; raise max_tokens"):
+            llm.get_tool_calls_from_response(response)
 
 
 def test_predict_and_call_runs_the_tool() -> None:

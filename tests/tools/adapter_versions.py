@@ -32,6 +32,7 @@ TESTS = [
     "test_langchain.py",
     "test_langchain_contract.py",
     "test_langchain_runnables.py",
+    "test_langchain_structured.py",
     "test_langchain_unit.py",
     "test_llama_index.py",
     "test_llama_index_agents.py",

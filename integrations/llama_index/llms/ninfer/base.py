@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
 import llama_index.core.instrumentation as instrument
 from llama_index.core.base.llms.types import (
@@ -32,7 +32,7 @@ from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.ninfer.messages import to_messages
 from llama_index.llms.ninfer.options import ALIASES, CALL_ONLY, FIELDS, build_request, tool_body
 from llama_index.llms.ninfer.responses import ResponseMaker, chat_response, completion_response
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from ninfer_core.adapter import (
     MediaPolicy,
@@ -44,6 +44,7 @@ from ninfer_core.adapter import (
     joined,
     known_context,
     own_options,
+    public_address,
     share,
     tool_choice_of,
 )
@@ -77,8 +78,8 @@ class NInfer(FunctionCallingLLM):
     model: str = Field(default="qwen3.6-27b", description="A served name, a known model, or the path of an artifact.")
     engine: str = Field(default="default", description="Name of the engine in this process; unused with base_url.")
     engine_options: dict[str, Any] = Field(default_factory=dict, description="Fields of ninfer_core.EngineOptions.")
-    base_url: str | None = Field(
-        default_factory=lambda: os.environ.get("NINFER_BASE_URL"), description="Address of a ninfer server."
+    base_url: Annotated[str | None, PlainSerializer(public_address)] = Field(
+        default_factory=lambda: os.environ.get("NINFER_BASE_URL"), repr=False, description="Address of a ninfer server."
     )
     api_key: str | None = Field(
         default_factory=lambda: os.environ.get("NINFER_API_KEY"), exclude=True, repr=False, description="Server key."
@@ -106,7 +107,8 @@ class NInfer(FunctionCallingLLM):
     additional_kwargs: dict[str, Any] = Field(default_factory=dict, description="Call options for every call.")
     http_client: Any = Field(default=None, exclude=True, repr=False, description="HTTP mode: an httpx.AsyncClient.")
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    # Pydantic would print all that was given, the key included, for an unknown field.
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -372,10 +374,12 @@ class NInfer(FunctionCallingLLM):
             for block in (blocks[:-1] if cut else blocks)
         ]
         if not selections and error_on_no_tool_call:
+            raw = response.raw if isinstance(response.raw, Mapping) else {}
             why = (
                 "the only call was cut by the length limit; raise max_tokens"
                 if cut
-                else (f"the answer was {(response.message.content or '')[:200]!r}")
+                else f"the answer was {(response.message.content or '')[:200]!r}"
+                + (", cut by the length limit; raise max_tokens" if raw.get("finish_reason") == "length" else "")
             )
             raise ValueError(f"Expected at least one tool call, but got 0 tool calls: {why}")
         return selections
