@@ -291,10 +291,14 @@ def unpack_scales(pair, FMT: tl.constexpr):
 
 
 @triton.jit
-def add_unit(acc, words, high, low_scale, top_scale, b, s, X: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
+def add_unit(
+    acc, words, high, low_scale, top_scale, b, s, X: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
+    R: tl.constexpr = 8,
+):  # fmt: skip
     """`acc` (four [X, 32]) plus one unit times its activations: `b` the fragment registers, `s` the column scales.
 
     W8: b = (b0, b1), s = (s0, s1). Q4, Q5, Q6: both halves one after the other, (b0, b1, b2, b3), (s0, s1, s2, s3).
+    With one live row (`R`) a lane's second column stays as it is.
     """
     for half in tl.static_range(1 if FMT == 8 else 2):
         c = multiply(
@@ -302,24 +306,28 @@ def add_unit(acc, words, high, low_scale, top_scale, b, s, X: tl.constexpr, FMT:
             signed_bytes(words, high, 2, half, FMT), signed_bytes(words, high, 3, half, FMT),
             b[2 * half], b[2 * half + 1], X, PTX,
         )  # fmt: skip
-        acc = (
-            tl.fma(c[0], low_scale * s[2 * half], acc[0]),
-            tl.fma(c[1], low_scale * s[2 * half + 1], acc[1]),
-            tl.fma(c[2], top_scale * s[2 * half], acc[2]),
-            tl.fma(c[3], top_scale * s[2 * half + 1], acc[3]),
-        )
+        even = (tl.fma(c[0], low_scale * s[2 * half], acc[0]), tl.fma(c[2], top_scale * s[2 * half], acc[2]))
+        odd = (acc[1], acc[3])
+        if R > 1:
+            odd = (
+                tl.fma(c[1], low_scale * s[2 * half + 1], acc[1]), tl.fma(c[3], top_scale * s[2 * half + 1], acc[3]),
+            )  # fmt: skip
+        acc = (even[0], odd[0], even[1], odd[1])
     return acc
 
 
 @triton.jit
-def activation_pointers(q, s, unit, lane, FMT: tl.constexpr):
-    """Pointers [X, 32] of the fragment words and column scales of units `unit` [X, 1] of a block of eight rows."""
+def activation_pointers(q, s, unit, lane, FMT: tl.constexpr, R: tl.constexpr):
+    """Pointers [X, 32] of the fragment words and column scales of units `unit` [X, 1] of a block of eight rows.
+
+    Lanes of rows from `R` (1, 4 or 8) on read a live row again: what is not read need not come from memory.
+    """
     halves: tl.constexpr = 1 if FMT == 8 else 2
-    return q + unit * (halves * 64) + (lane // 4) * 8 + lane % 4, s + unit * (halves * 8) + (lane % 4) * 2
+    return q + unit * (halves * 64) + lane // 4 % R * 8 + lane % 4, s + unit * (halves * 8) + lane % 4 * 2 % R
 
 
 @triton.jit
-def load_activation(q, s, index, FMT: tl.constexpr, PTX: tl.constexpr):
+def load_activation(q, s, index, FMT: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr):
     """Fragment registers and column scales of the unit `index` units behind the pointers."""
     b = ()
     scales = ()
@@ -327,7 +335,11 @@ def load_activation(q, s, index, FMT: tl.constexpr, PTX: tl.constexpr):
     for half in tl.static_range(halves):
         group = index * halves + half
         b = b + (load_one(q + group * 64, FRESH1, PTX), load_one(q + group * 64 + 4, FRESH1, PTX))  # noqa: RUF005
-        scales = scales + load_two(s + group * 8, FRESH2, PTX)
+        if R == 1:
+            one = load_one(s + group * 8, FRESH1, PTX)
+            scales = scales + (one, one)  # noqa: RUF005
+        else:
+            scales = scales + load_two(s + group * 8, FRESH2, PTX)
     return b, scales
 
 
@@ -341,6 +353,12 @@ def zero_registers(X: tl.constexpr):
 # Epilogues stay in lane form: after the one sum over warps, lane 4 g + c holds of every row tile the results (row g,
 # column 2c), (g, 2c + 1), (g + 8, 2c), (g + 8, 2c + 1) as vectors [32], in every warp. A column's reduction over
 # rows is three shuffles; nothing is rearranged through shared memory.
+
+
+@triton.jit
+def add_two(a0, a1, b0, b1):
+    """Elementwise sum of two values."""
+    return a0 + b0, a1 + b1
 
 
 @triton.jit
@@ -368,10 +386,28 @@ def add_sixteen(
 
 
 @triton.jit
-def sum_warps(acc):
-    """Accumulators of one, two or four row tiles summed over warps in one pass: the same tuple of four [32] each."""
+def sum_warps(acc, R: tl.constexpr = 8):
+    """Accumulators of one, two or four row tiles summed over warps in one pass: the same tuple of four [32] each.
+
+    With one live row (`R`) a lane's second column is 0.
+    """
     N: tl.constexpr = len(acc)
-    if N == 1:
+    if R == 1:
+        if N == 1:
+            y = tl.reduce((acc[0][0], acc[0][2]), 0, add_two)
+        elif N == 2:
+            y = tl.reduce((acc[0][0], acc[0][2], acc[1][0], acc[1][2]), 0, add_four)
+        else:
+            tl.static_assert(N == 4)
+            y = tl.reduce(
+                (acc[0][0], acc[0][2], acc[1][0], acc[1][2], acc[2][0], acc[2][2], acc[3][0], acc[3][2]), 0, add_eight
+            )
+        found = ()
+        for i in tl.static_range(N):
+            none = tl.zeros_like(y[2 * i])
+            found = found + ((y[2 * i], none, y[2 * i + 1], none),)  # noqa: RUF005
+        return found
+    elif N == 1:
         return (tl.reduce(acc[0], 0, add_four),)
     elif N == 2:
         y = tl.reduce(acc[0] + acc[1], 0, add_eight)
@@ -437,11 +473,11 @@ def lane_factors(squares, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def store_lanes(u, q_out, s_out, group, block, rows, G32: tl.constexpr):
+def store_lanes(u, q_out, s_out, group, block, rows, G32: tl.constexpr, R: tl.constexpr):
     """Int8 group of 32 rows in lane form: `u` is eight [32], value 2 i + e holds (row 8 i + g, column 2c + e)."""
     lane = tl.arange(0, 32)
     unit = block * G32 + group
-    for e in tl.static_range(2):
+    for e in tl.static_range(1 if R == 1 else 2):
         column = (lane % 4) * 2 + e
         live = block * 8 + column < rows
         top = tl.maximum(tl.maximum(tl.abs(u[e]), tl.abs(u[2 + e])), tl.maximum(tl.abs(u[4 + e]), tl.abs(u[6 + e])))

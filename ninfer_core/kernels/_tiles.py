@@ -53,8 +53,8 @@ def blocks(rows: int) -> int:
 
 
 def window(rows: int) -> int:
-    """Rows of a block as a compiled-in bound: 1, 2, 4 or 8."""
-    return next(n for n in (1, 2, 4, 8) if n >= min(rows, 8))
+    """Live rows of a block as a compiled-in bound: 1, 4 or 8."""
+    return next(n for n in (1, 4, 8) if n >= min(rows, 8))
 
 
 class Family(NamedTuple):

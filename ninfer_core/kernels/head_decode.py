@@ -21,7 +21,7 @@ from .linear_decode import of_block, tile_products
 def head_kernel(
     w, wh, ws, xq, xs, ss, logits, best, best_row, rows, addressable, eps,
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, LOGITS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (32 vocabulary rows, block): logits [T, N], largest value and its lowest row per program [T, N / 32]."""
     G32: tl.constexpr = K // 32
@@ -30,13 +30,13 @@ def head_kernel(
     parts = ss + first * (PARTS * 8)
     acc, squares = tile_products(
         w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), parts, G32, eps, 2, NB, U, S, FMT, False,
-        PARTS, X, PTX, PDL,
+        PARTS, X, R, PTX, PDL,
     )  # fmt: skip
     lane = tl.arange(0, 32)
     for b in tl.static_range(NB):
-        y = sum_warps(of_block(acc, b, 2, NB))
+        y = sum_warps(of_block(acc, b, 2, NB), R)
         factor = lane_factors(squares[b], eps, K)
-        for e in tl.static_range(2):
+        for e in tl.static_range(1 if R == 1 else 2):
             t = (first + b) * 8 + (lane % 4) * 2 + e
             live = t < rows
             top = tl.full([32], float("-inf"), tl.float32)
@@ -116,7 +116,7 @@ def head(
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits if logits is not None else a.s,
         candidates.value, candidates.row, rows, addressable, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], LOGITS=logits is not None,
-        FMT=matrix.code, S=tile.steps, X=tile.warps, NB=blocks,
+        FMT=matrix.code, S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
         **_tiles.launch(a.q, tile.warps, leads=True),
     )  # fmt: skip
 

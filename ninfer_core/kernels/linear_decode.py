@@ -61,7 +61,7 @@ def load_units(
 @triton.jit
 def add_units(
     acc, units, q, s, stride, TILES: tl.constexpr, NB: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr,
-    X: tl.constexpr, RUN: tl.constexpr, PTX: tl.constexpr,
+    X: tl.constexpr, RUN: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Add `S` steps to the accumulators, `NB` blocks for each row tile; `q`, `s` are pointers [X, 32] of block 0.
 
@@ -71,7 +71,7 @@ def add_units(
         columns = ()
         for n in tl.static_range(NB):
             columns = columns + (  # noqa: RUF005
-                load_activation(q + stride * (n * 64), s + stride * (n * 8), unit_after(i, X, RUN), FMT, PTX),
+                load_activation(q + stride * (n * 64), s + stride * (n * 8), unit_after(i, X, RUN), FMT, R, PTX),
             )
         grown = ()
         for r in tl.static_range(TILES):
@@ -80,14 +80,14 @@ def add_units(
             for n in tl.static_range(NB):
                 b, scales = columns[n]
                 grown = grown + (  # noqa: RUF005
-                    add_unit(acc[r * NB + n], unit[0], unit[1], low, top, b, scales, X, FMT, PTX),
+                    add_unit(acc[r * NB + n], unit[0], unit[1], low, top, b, scales, X, FMT, PTX, R),
                 )
         acc = grown
     return acc
 
 
 @triton.jit
-def fold_heads(acc, part, ss, stride, head, lane, eps, TILES: tl.constexpr, NB: tl.constexpr,
+def fold_heads(acc, part, ss, stride, head, lane, eps, TILES: tl.constexpr, NB: tl.constexpr, R: tl.constexpr,
                PTX: tl.constexpr):  # fmt: skip
     """`acc` plus `part` (sums over one head of 128) times the head's RMS factors of the two columns of a lane."""
     evens = ()
@@ -101,15 +101,17 @@ def fold_heads(acc, part, ss, stride, head, lane, eps, TILES: tl.constexpr, NB: 
             even += pair[0]
             odd += pair[1]
         evens = evens + (1.0 / tl.sqrt_rn(even / 128 + eps),)  # noqa: RUF005
-        odds = odds + (1.0 / tl.sqrt_rn(odd / 128 + eps),)  # noqa: RUF005
+        odds = odds + (1.0 / tl.sqrt_rn(odd / 128 + eps) if R > 1 else odd,)  # noqa: RUF005
     grown = ()
     for r in tl.static_range(TILES):
         for n in tl.static_range(NB):
             total = acc[r * NB + n]
             head_sum = part[r * NB + n]
             grown = grown + ((  # noqa: RUF005
-                tl.fma(head_sum[0], evens[n], total[0]), tl.fma(head_sum[1], odds[n], total[1]),
-                tl.fma(head_sum[2], evens[n], total[2]), tl.fma(head_sum[3], odds[n], total[3]),
+                tl.fma(head_sum[0], evens[n], total[0]),
+                tl.fma(head_sum[1], odds[n], total[1]) if R > 1 else total[1],
+                tl.fma(head_sum[2], evens[n], total[2]),
+                tl.fma(head_sum[3], odds[n], total[3]) if R > 1 else total[3],
             ),)  # fmt: skip
     return grown
 
@@ -127,10 +129,11 @@ def fresh(TILES: tl.constexpr, X: tl.constexpr):
 def tile_products(
     w, wh, ws, tile, q, s, ss, stride, eps,
     TILES: tl.constexpr, NB: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr,
-    PARTS: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums over K of row tiles tile..tile+TILES-1 with `NB` activation blocks, `stride` groups of 32 apart.
 
+    `R`: live rows of a single block, rounded up to 1, 4 or 8; 8 with several.
     Also a tuple of `lane_squares` per block, where `PARTS` is not 0.
     """
     # With a factor per head a warp takes whole heads: 128 of K are four units of 32 or two of 64.
@@ -142,7 +145,7 @@ def tile_products(
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, X)[:, None]
     wp, hp, sp = unit_pointers(w, wh, ws, tile * U + warp * RUN, lane, FMT)
-    qp, xp = activation_pointers(q, s, warp * RUN, lane, FMT)
+    qp, xp = activation_pointers(q, s, warp * RUN, lane, FMT, R)
     units = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN, PTX)
     wait_for_inputs(PDL)
     squares = ()
@@ -158,7 +161,7 @@ def tile_products(
                 )
             acc = add_stage(
                 acc, units, qp + c * AHEAD * HALVES * 64, xp + c * AHEAD * HALVES * 8, ss, stride, c * S, lane, eps,
-                TILES, NB, S, FMT, HEADS, X, RUN, PTX,
+                TILES, NB, S, FMT, HEADS, X, RUN, R, PTX,
             )  # fmt: skip
     else:
         for c in range(STAGES):
@@ -168,7 +171,7 @@ def tile_products(
             hp += step * HIGH
             sp += step * 8
             following = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN, PTX)
-            acc = add_stage(acc, units, qp, xp, ss, stride, c * S, lane, eps, TILES, NB, S, FMT, HEADS, X, RUN, PTX)
+            acc = add_stage(acc, units, qp, xp, ss, stride, c * S, lane, eps, TILES, NB, S, FMT, HEADS, X, RUN, R, PTX)
             qp += AHEAD * HALVES * 64
             xp += AHEAD * HALVES * 8
             units = following
@@ -178,7 +181,7 @@ def tile_products(
 @triton.jit
 def add_stage(
     acc, units, q, s, ss, stride, step, lane, eps, TILES: tl.constexpr, NB: tl.constexpr, S: tl.constexpr,
-    FMT: tl.constexpr, HEADS: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr, PTX: tl.constexpr,
+    FMT: tl.constexpr, HEADS: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One stage of S steps; with HEADS every run is summed alone and folded with its factor."""
     if HEADS:
@@ -189,13 +192,13 @@ def add_stage(
                 run = run + (units[h * RUN * TILES + i],)  # noqa: RUF005
             after = h * RUN * X * HALVES
             part = add_units(
-                fresh(TILES * NB, X), run, q + after * 64, s + after * 8, stride, TILES, NB, RUN, FMT, X, RUN, PTX
+                fresh(TILES * NB, X), run, q + after * 64, s + after * 8, stride, TILES, NB, RUN, FMT, X, RUN, R, PTX
             )
             head = (step // RUN + h) * X + tl.arange(0, X)[:, None]
-            acc = fold_heads(acc, part, ss, stride, head, lane, eps, TILES, NB, PTX)
+            acc = fold_heads(acc, part, ss, stride, head, lane, eps, TILES, NB, R, PTX)
         return acc
     else:
-        return add_units(acc, units, q, s, stride, TILES, NB, S, FMT, X, RUN, PTX)
+        return add_units(acc, units, q, s, stride, TILES, NB, S, FMT, X, RUN, R, PTX)
 
 
 @triton.jit
@@ -224,15 +227,15 @@ def linear_kernel(
         parts = ss + first * (PARTS * 8)
         acc, squares = tile_products(
             w, wh, ws, pid * TILES, q, xs + first * (G32 * 8), parts, G32, eps, TILES, NB, U, S, FMT, HEADS,
-            PARTS if ROWNORM else 0, X, PTX, PDL,
+            PARTS if ROWNORM else 0, X, R, PTX, PDL,
         )  # fmt: skip
         lane = tl.arange(0, 32)
         for b in tl.static_range(NB):
-            y = sum_warps(of_block(acc, b, TILES, NB))
+            y = sum_warps(of_block(acc, b, TILES, NB), R)
             factor = (1.0, 1.0)
             if ROWNORM:
                 factor = lane_factors(squares[b], eps, K)
-            for e in tl.static_range(2):
+            for e in tl.static_range(1 if R == 1 else 2):
                 t = (first + b) * 8 + (lane % 4) * 2 + e
                 live = t < rows
                 for r in tl.static_range(TILES):
@@ -301,20 +304,25 @@ def norm_gains(norm, group):
 
 
 @triton.jit
-def early_rows(x, block, rows, group, N: tl.constexpr, PTX: tl.constexpr):
+def early_rows(x, block, rows, group, N: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr):
     """The residual of a group of 32 values and a block of rows in lane form: eight [32], before the wait."""
     lane = tl.arange(0, 32)
     t0 = block * 8 + (lane % 4) * 2
     values = ()
     for i in tl.static_range(4):
         for e in tl.static_range(2):
-            at = tl.minimum(t0 + e, rows - 1) * N + group * 32 + i * 8 + lane // 4
-            values = values + (load_one(x + at, EARLY1, PTX),)  # noqa: RUF005
+            if e == 1 and R == 1:
+                values = values + (values[2 * i],)  # noqa: RUF005
+            else:
+                at = tl.minimum(t0 + e, rows - 1) * N + group * 32 + i * 8 + lane // 4
+                values = values + (load_one(x + at, EARLY1, PTX),)  # noqa: RUF005
     return values
 
 
 @triton.jit
-def finish_residual(y, old, gains, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N: tl.constexpr):
+def finish_residual(
+    y, old, gains, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
     """Add two row tiles (lane form) to the residual `old`; store it and its int8 group, unnormalised."""
     lane = tl.arange(0, 32)
     t0 = block * 8 + (lane % 4) * 2
@@ -325,25 +333,27 @@ def finish_residual(y, old, gains, x_out, u_out, q_out, s_out, ss_out, block, ro
         n = group * 32 + i * 8 + lane // 4
         for e in tl.static_range(2):
             value = old[2 * i + e] + y[i // 2][(i % 2) * 2 + e]
-            live = t0 + e < rows
-            tl.store(x_out + (t0 + e) * N + n, value, mask=live)
-            tl.store(u_out + (t0 + e) * N + n, value * gains[i], mask=live)
+            if e < R:
+                live = t0 + e < rows
+                tl.store(x_out + (t0 + e) * N + n, value, mask=live)
+                tl.store(u_out + (t0 + e) * N + n, value * gains[i], mask=live)
             u = u + (value * gains[i],)  # noqa: RUF005
             if e == 0:
                 even = tl.fma(value, value, even)
             else:
                 odd = tl.fma(value, value, odd)
-    store_lanes(u, q_out, s_out, group, block, rows, N // 32)
+    store_lanes(u, q_out, s_out, group, block, rows, N // 32, R)
     at = (block * (N // 32) + group) * 8 + (lane % 4) * 2
     tl.store(ss_out + at, rows_sum(even), mask=(t0 < rows) & (lane < 4))
-    tl.store(ss_out + at + 1, rows_sum(odd), mask=(t0 + 1 < rows) & (lane < 4))
+    if R > 1:
+        tl.store(ss_out + at + 1, rows_sum(odd), mask=(t0 + 1 < rows) & (lane < 4))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_residual_kernel(
     w, wh, ws, xq, xs, ss, x, norm, x_out, u_out, q_out, s_out, ss_out, rows, eps,
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x_out = x + w @ a (fp32), and the int8 groups of x_out * (1 + norm): one program owns one group of 32."""
     G32: tl.constexpr = K // 32
@@ -352,14 +362,14 @@ def linear_residual_kernel(
     gains = norm_gains(norm, pid)
     old = ()
     for b in tl.static_range(NB):
-        old = old + (early_rows(x, first + b, rows, pid, N, PTX),)  # noqa: RUF005
+        old = old + (early_rows(x, first + b, rows, pid, N, R, PTX),)  # noqa: RUF005
     acc, _squares = tile_products(
         w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), ss + first * (PARTS * 8), G32, eps,
-        2, NB, U, S, FMT, HEADS, 0, X, PTX, PDL,
+        2, NB, U, S, FMT, HEADS, 0, X, R, PTX, PDL,
     )  # fmt: skip
     for b in tl.static_range(NB):
-        y = sum_warps(of_block(acc, b, 2, NB))
-        finish_residual(y, old[b], gains, x_out, u_out, q_out, s_out, ss_out, first + b, rows, pid, N)
+        y = sum_warps(of_block(acc, b, 2, NB), R)
+        finish_residual(y, old[b], gains, x_out, u_out, q_out, s_out, ss_out, first + b, rows, pid, N, R)
 
 
 def side_words(side: torch.Tensor) -> torch.Tensor:
@@ -402,7 +412,7 @@ def project(
         side_out if side_out is not None else a.s, rows, extra, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
         ROWNORM=norm == "row", SIDE=side is not None, FMT=matrix.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
-        NB=blocks, R=_tiles.window(rows) if side is not None else 1,
+        NB=blocks, R=_tiles.window(rows),
         **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, blocks), leads=True),
     )  # fmt: skip
     return out
@@ -432,5 +442,5 @@ def project_residual(
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, x, next_norm, x_out, u_out,
         a_out.q.view(torch.int8), a_out.s, a_out.ss, rows, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
-        S=tile.steps, X=tile.warps, NB=blocks, **_tiles.launch(x, tile.warps, leads=True),
+        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows), **_tiles.launch(x, tile.warps, leads=True),
     )  # fmt: skip

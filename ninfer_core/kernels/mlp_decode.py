@@ -27,7 +27,7 @@ def interleave_gate_up(rows: torch.Tensor) -> torch.Tensor:
 def gate_up_kernel(
     w, wh, ws, xq, xs, ss, q_out, s_out, rows, eps,
     INTER: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, NB: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (group of 32 of the inner width, blocks of rows): int8 groups of silu(gate x) * up x."""
     G32: tl.constexpr = K // 32
@@ -36,12 +36,12 @@ def gate_up_kernel(
     parts = ss + first * (PARTS * 8)
     acc, squares = tile_products(
         w, wh, ws, pid * 4, xq + first * (G32 * 64), xs + first * (G32 * 8), parts, G32, eps, 4, NB, U, S, FMT, False,
-        PARTS, X, PTX, PDL,
+        PARTS, X, R, PTX, PDL,
     )  # fmt: skip
     for b in tl.static_range(NB):
-        y = sum_warps(of_block(acc, b, 4, NB))
+        y = sum_warps(of_block(acc, b, 4, NB), R)
         h = swiglu(y, lane_factors(squares[b], eps, K))
-        store_lanes(h, q_out, s_out, pid, first + b, rows, INTER // 32)
+        store_lanes(h, q_out, s_out, pid, first + b, rows, INTER // 32, R)
 
 
 @triton.jit
@@ -75,5 +75,5 @@ def gate_up(
     gate_up_kernel[(inner // 32, triton.cdiv(rows, 8 * blocks))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out.q.view(torch.int8), out.s, rows, eps,
         INTER=inner, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], FMT=matrix.code, S=tile.steps,
-        X=tile.warps, NB=blocks, **_tiles.launch(out.q, tile.warps),
+        X=tile.warps, NB=blocks, R=_tiles.window(rows), **_tiles.launch(out.q, tile.warps),
     )  # fmt: skip

@@ -86,19 +86,21 @@ def loads_before_the_wait(built) -> int:
     return text.split("ACQBULK")[0].count("LDG")
 
 
-def linear(fmt: int, n: int, k: int, tiles: int, steps: int, warps: int, side: bool = False, blocks: int = 1):
+def linear(
+    fmt: int, n: int, k: int, tiles: int, steps: int, warps: int, side: bool = False, blocks: int = 1, rows: int = 4
+):  # fmt: skip
     """Constants of `linear_kernel`."""
     return {
         "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": k // 32, "HEADS": False, "ROWNORM": True,
-        "SIDE": side, "FMT": fmt, "TILES": tiles, "S": steps, "X": warps, "NB": blocks, "R": 4,
+        "SIDE": side, "FMT": fmt, "TILES": tiles, "S": steps, "X": warps, "NB": blocks, "R": rows if blocks == 1 else 8,
     }  # fmt: skip
 
 
-def residual(fmt: int, n: int, k: int, steps: int, warps: int, heads: bool = False):
+def residual(fmt: int, n: int, k: int, steps: int, warps: int, heads: bool = False, rows: int = 4):
     """Constants of `linear_residual_kernel`."""
     return {
         "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": k // 32, "HEADS": heads, "FMT": fmt, "S": steps,
-        "X": warps, "NB": 1,
+        "X": warps, "NB": 1, "R": rows,
     }  # fmt: skip
 
 
@@ -108,7 +110,7 @@ ATTENTION = dict.fromkeys(("projected", "q_gain", "k_gain", "codes", "scales"), 
     "code_bytes": "*i8", "scale_halves": "*fp16",
 }  # fmt: skip
 BF16_PAGES = ATTENTION | {"code_bytes": "*fp32", "scale_halves": "*i32"}
-ASK_EARLY = ("gdn in", "gdn out", "head", "dense gate/up", "experts down 5", "gdn R=1")
+ASK_EARLY = ("gdn in", "gdn in R=1", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts down 5", "gdn R=1")
 """Kernels whose weights or state are asked for before the kernel in front is done."""
 WORDS = {"hq": "*i32"}
 BYTES = {"hq": "*i8"}
@@ -122,24 +124,34 @@ def cases(full: bool = False):
     """
     if full:
         yield "gdn in", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 2048, 2, 8, 4, side=True)
+        yield "gdn in R=1", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 2048, 2, 8, 4, side=True, rows=1)
         yield "gdn in 64", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 2048, 2, 8, 4, side=True, blocks=4)
         yield "gdn out", linear_decode.linear_residual_kernel, 8, {}, residual(8, 2048, 4096, 8, 8, heads=True)
+        yield (
+            "gdn out R=1",
+            linear_decode.linear_residual_kernel,
+            8,
+            {},
+            residual(8, 2048, 4096, 16, 8, heads=True, rows=1),
+        )
         yield "down 27B", linear_decode.linear_residual_kernel, 8, {}, residual(5, 5120, 17408, 2, 8)
     else:
         yield "gdn in", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 256, 2, 2, 4, side=True)
+        yield "gdn in R=1", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 256, 2, 2, 4, side=True, rows=1)
         yield "gdn in 64", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 256, 2, 1, 4, blocks=4)
         yield "gdn out", linear_decode.linear_residual_kernel, 2, {}, residual(8, 2048, 256, 4, 2, heads=True)
+        yield "gdn out R=1", linear_decode.linear_residual_kernel, 2, {}, residual(8, 2048, 256, 4, 2, True, rows=1)
     for label, fmt, rows in (("head", 6, 248320), ("draft head", 4, 131072)) if full else (("head", 6, 248320),):
         k, steps = (2048, 8) if full else (768, 1)  # three stages: the loop
         constants = linear(fmt, rows, k, 2, steps, 4)
-        for name in ("HEADS", "ROWNORM", "SIDE", "TILES", "R"):
+        for name in ("HEADS", "ROWNORM", "SIDE", "TILES"):
             del constants[name]
         yield label, head_decode.head_kernel, 4, {}, constants | {"LOGITS": True}
     yield "greedy", head_decode.greedy_kernel, 8, {}, {"MAPPED": True, "BLOCK": 1024}
     yield "embed", embedding_decode.embedding_kernel, 4, {"q_out": "*i32"}, {"U": 32, "K": 2048, "GROUPS": 8, "FMT": 6}
     k = 5120 if full else 512
     yield "dense gate/up", mlp_decode.gate_up_kernel, 8, {}, {
-        "INTER": 17408, "U": k // 64, "K": k, "PARTS": k // 32, "FMT": 4, "S": 2 if full else 1, "X": 8, "NB": 1,
+        "INTER": 17408, "U": k // 64, "K": k, "PARTS": k // 32, "FMT": 4, "S": 2 if full else 1, "X": 8, "NB": 1, "R": 4,
     }  # fmt: skip
     yield from expert_cases(full)
     yield from round_cases(full)

@@ -82,6 +82,26 @@ def side_rows():
     near(extra, (u @ side.float().T) * factor, EXACT, "side rows")
 
 
+def windows():
+    """A row alone and among three, five: windows of 1, 4 and 8 live rows give it the same bits."""
+    weight, _ = matrix(64, 128, "Q5")
+    norm = (torch.randn(64) * 0.1).bfloat16()
+    every, x = activation(5, 128), torch.randn(5, 64)
+    found = []
+    for rows in (1, 3, 5):
+        out, inner = torch.full((rows, 64), NAN), Activation.empty(rows, 32, 1, "cpu")
+        linear_decode.project(weight, every, out)
+        heads, logits = head_decode.Candidates.empty(rows, 64, "cpu"), torch.full((rows, 64), NAN)
+        head_decode.head(weight, every, heads, logits, addressable=64)
+        mlp_decode.gate_up(weight, every, rows, inner)
+        new, u, a = torch.full((rows, 64), NAN), torch.full((rows, 64), NAN), Activation.empty(rows, 64, 2, "cpu")
+        linear_decode.project_residual(weight, every, x[:rows], norm, new, u, a)
+        found.append([t[0] for t in (out, logits, heads.value, heads.row, new, u, *inner.rows(1)[:2], *a.rows(1))])
+    for other in found[1:]:
+        for i, (one, more) in enumerate(zip(found[0], other, strict=True)):
+            same(more, one, f"tensor {i}")
+
+
 def residual():
     weight, values = matrix(64, 128, "Q5")
     a, x = activation(3, 128), torch.randn(3, 64)
@@ -321,6 +341,7 @@ def embed(fmt):
 
 
 CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
+    "windows": (windows,),
     "side rows": (side_rows,),
     "residual": (residual,),
     "experts Q4 Q5": (experts, "Q4", "Q5", 2),

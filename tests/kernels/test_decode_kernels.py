@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.kernels.programs import interpreted, lines
 
 CASES = (
-    "attention", "attention splits", "project W8", "gated delta", "attention bf16", "experts grouped", "project Q4",
+    "attention", "attention splits", "project W8", "windows", "gated delta", "attention bf16", "experts grouped", "project Q4",
     "experts Q4 Q5", "project Q5", "side rows", "project Q6", "residual", "head", "expert ties", "embed W8",
     "dense gate/up", "embed Q6",
 )  # fmt: skip
@@ -17,7 +17,7 @@ CASES = (
 LONG_CASES = ("experts W8 W8", "experts Q4 Q6")
 """The same code in other formats; before a release."""
 PRODUCTS = {
-    "gdn in", "gdn in 64", "gdn out", "head", "dense gate/up", "experts up, row", "experts up, window",
+    "gdn in", "gdn in R=1", "gdn in 64", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts up, row", "experts up, window",
     "experts up, many", "experts rows 5", "experts down 5", "attention INT8 R=1", "attention bf16 R=1",
 }  # fmt: skip
 """Kernels with matrix instructions, all operands in lane layout; the others leave layouts to the compiler."""
