@@ -94,7 +94,8 @@ def _with_raw(parser: Runnable[Any, Any]) -> Runnable[Any, Any]:
         else:
             yield AddableDict(parsed=found, parsing_error=None)
 
-    return RunnableGenerator(run, arun)  # type: ignore[arg-type]  # core gives the config to who takes one
+    # Core gives the config to a function that takes one.
+    return RunnableGenerator(run, arun, name="raw_and_parsed")  # type: ignore[arg-type]
 
 
 def _whole(parts: list[Any]) -> BaseMessage:
@@ -141,7 +142,7 @@ def _demanding(parser: BaseOutputParser[Any]) -> Runnable[Any, Any]:
         for found in growing.end():
             yield found
 
-    return RunnableGenerator(run, arun)
+    return RunnableGenerator(run, arun, name="whole_call")
 
 
 class _Growing:

@@ -60,8 +60,8 @@ def tower() -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def served_tower(tower: Engine) -> Iterator[str]:
-    """The same behind a server."""
-    with address(tower) as url:
+    """The same behind a server that may fetch media."""
+    with address(tower, media_domains=()) as url:
         yield url
 
 

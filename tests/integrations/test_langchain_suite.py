@@ -14,6 +14,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from ninfer_core import Engine
 from ninfer_core.adapter import share
+from ninfer_core.frontend.fetch import Fetcher
 
 STANDARD = importlib.import_module("langchain_tests.integration_tests.chat_models")
 
@@ -30,9 +31,10 @@ class Suite(ChatModelIntegrationTests):
 
     @pytest.fixture(autouse=True)
     def _picture(self, monkeypatch: pytest.MonkeyPatch, plain: Callable[[str], bytes]) -> None:
-        """The suite fetches its picture from the network; a drawn one stands in for it."""
+        """The suite fetches its picture from the network, and has the model do so; a drawn one stands in for it."""
         fetch = SimpleNamespace(get=lambda *_args, **_options: SimpleNamespace(content=plain("red")))
         monkeypatch.setattr(STANDARD, "httpx", fetch)
+        monkeypatch.setattr(Fetcher, "get", lambda *_args: plain("red"))
 
     @pytest.fixture
     def model(self, _where: None, request: Any) -> ChatNInfer:
@@ -52,7 +54,8 @@ class Suite(ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         limits = {"max_tokens": 400, "reasoning_budget": 120} if self.thinking else {"max_tokens": 200}
-        return {"model": "demo", "temperature": 0, "reasoning": self.thinking, **limits, **self.where}
+        own = {"model": "demo", "temperature": 0, "reasoning": self.thinking, "allow_remote_media": True}
+        return {**own, **limits, **self.where}
 
     @property
     def supports_json_mode(self) -> bool:
@@ -60,6 +63,10 @@ class Suite(ChatModelIntegrationTests):
 
     @property
     def supports_image_inputs(self) -> bool:
+        return True
+
+    @property
+    def supports_image_urls(self) -> bool:
         return True
 
     @property
