@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ninfer_core import store
-from ninfer_core.errors import ConvertError
+from ninfer_core.errors import ConvertError, InvalidRequestError
 
 from .display import Console, Progress, ago, size, table
+from .presets import Preset, preset_json, presets_path, read_presets
 
 if TYPE_CHECKING:
     from ninfer_core.artifact import TensorInfo
@@ -20,17 +21,17 @@ FORMAT_HEADER = ("FORMAT", "TENSORS", "WEIGHTS", "BYTES", "BITS")
 
 
 def list_models(console: Console, environ: Mapping[str, str], *, as_json: bool) -> None:
-    """Print the usable models; broken or unfinished artifacts are named on stderr (in JSON: under `unusable`)."""
+    """Print the usable models and the presets; what is broken is named on stderr (in JSON: under `unusable`)."""
     entries = store.survey(environ)
     usable = store.usable(entries)
-    broken = [entry for entry in entries if entry.problem]
+    broken = [(entry.name, entry.path, entry.problem) for entry in entries if entry.problem]
+    presets = _presets(usable, environ, broken)
     if as_json:
         console.json(
             {
                 "models": [entry_json(entry) for entry in usable],
-                "unusable": [
-                    {"name": entry.name, "path": str(entry.path), "problem": entry.problem} for entry in broken
-                ],
+                "presets": [preset_json(preset) for preset, _ in presets],
+                "unusable": [{"name": name, "path": str(path), "problem": problem} for name, path, problem in broken],
             }
         )
         return
@@ -39,10 +40,35 @@ def list_models(console: Console, environ: Mapping[str, str], *, as_json: bool) 
         (entry.name, entry.digest[:12], size(entry.size), ago(now - entry.modified), str(entry.path))
         for entry in usable
     ]
+    rows += [
+        (preset.name, entry.digest[:12], size(entry.size), "-", f"preset of {entry.name}") for preset, entry in presets
+    ]
     for line in table(("NAME", "ID", "SIZE", "MODIFIED", "PATH"), rows, right=(2,)):
         console.line(line)
-    for entry in broken:
-        console.note(f"not usable: {entry.path}: {entry.problem}")
+    for _, path, problem in broken:
+        console.note(f"not usable: {path}: {problem}")
+
+
+def _presets(
+    usable: Sequence[store.ModelEntry], environ: Mapping[str, str], broken: list[tuple[str, Path, str]]
+) -> list[tuple[Preset, store.ModelEntry]]:
+    """The presets with their models; those that have none, or a file that is wrong, are added to `broken`."""
+    path, models = presets_path(environ), {entry.name: entry for entry in usable}
+    found = []
+    try:
+        presets = read_presets(path)
+    except InvalidRequestError as error:
+        broken.append(("presets", path, error.message))
+        return []
+    for preset in presets.values():
+        entry = models.get(store.canonical(preset.model))
+        if entry is None and Path(preset.model).expanduser().exists():
+            entry = store.inspect_path(Path(preset.model).expanduser())
+        if entry is None:
+            broken.append((preset.name, path, f"the preset {preset.name} needs {preset.model}, which is not installed"))
+        else:
+            found.append((preset, entry))
+    return found
 
 
 def entry_json(entry: store.ModelEntry) -> dict[str, Any]:

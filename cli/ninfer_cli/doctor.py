@@ -42,6 +42,23 @@ def _server() -> Iterator[Finding]:
         yield Finding("server", "ok", f"nobody listens at {where}; `ninfer serve` can")
 
 
+def _presets() -> Iterator[Finding]:
+    """Whether the presets file can be read, where there is one."""
+    from ninfer_core.checkup import Finding
+    from ninfer_core.errors import InvalidRequestError
+
+    from .presets import presets_path, read_presets
+
+    path = presets_path(os.environ)
+    try:
+        found = read_presets(path)
+    except InvalidRequestError as error:
+        yield Finding("presets", "fail", error.message, "mend the file, or name another in NINFER_PRESETS", type(error))
+    else:
+        if found:
+            yield Finding("presets", "ok", f"{', '.join(found)} in {path}")
+
+
 def doctor(
     verify: Annotated[
         bool, typer.Option("--verify", help="Also read every installed model: digests, scales, padding.")
@@ -52,7 +69,7 @@ def doctor(
     from ninfer_core.checkup import checkup
 
     console, findings = Console(os.environ), []
-    for source in (checkup(os.environ, verify=verify), _server()):
+    for source in (checkup(os.environ, verify=verify), _presets(), _server()):
         for finding in source:
             findings.append(finding)
             if not as_json:

@@ -29,7 +29,8 @@ R = TypeVar("R")
 
 _EXIT_HELP = "Exit codes: " + "; ".join(f"{code} {text}" for code, text in exits.TABLE.items()) + "."
 _ENV_HELP = (
-    "Environment: NINFER_MODELS (folder of artifacts), NINFER_HOST, NINFER_CONTEXT_LENGTH, NINFER_NOHISTORY, "
+    "Environment: NINFER_MODELS (folder of artifacts), NINFER_PRESETS (file of presets), NINFER_HOST, "
+    "NINFER_CONTEXT_LENGTH, NINFER_NOHISTORY, "
     "NINFER_EDITOR (Ctrl-G in a conversation), "
     "NINFER_DEBUG=1 (tracebacks), NO_COLOR, TERM=dumb."
 )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Installed names that begin so."""
+    """Installed names, and presets, that begin so."""
     from ninfer_core import store
 
+    from .presets import presets_path, read_presets
+
     try:
-        return [entry.name for entry in store.installed() if entry.name.startswith(incomplete)]
+        names = [*(entry.name for entry in store.installed()), *read_presets(presets_path(os.environ))]
+        return [name for name in names if name.startswith(incomplete)]
     except Exception:
         return []  # a shell completion has no place to show an error
 

@@ -23,6 +23,7 @@ from .chat import Chat, Settings
 from .display import AnswerView, Console, Notes, loading
 from .inputs import read_messages
 from .pictures import content
+from .presets import find_preset
 
 if TYPE_CHECKING:
     from ninfer_core import Engine
@@ -90,6 +91,9 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
         NinferError: as the steps do.
         KeyboardInterrupt: Ctrl-C before or after the answer.
     """
+    preset = find_preset(options.model, environ)
+    if preset is not None:
+        options = replace(options, model=preset.model, settings=preset.settings(options.settings))
     remote = _served_elsewhere(options, environ)
     entry = None if remote else store.describe(options.model, environ)
     interactive = options.prompt is None and options.messages is None and sys.stdin.isatty()
@@ -113,6 +117,7 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
             if options.media or any(not isinstance(message.content, str) for message in messages):
                 options.load = replace(options.load, vision=True)  # an image asks for the tower as --vision does
             engine, seconds = stack.enter_context(_loaded(name, entry.path, options, console, loader))
+        name = preset.name if preset else name
         if interactive:
             return _converse(engine, name, source, options, console, environ, seconds)
         return _answer_once(engine, name, messages, options, console, seconds)

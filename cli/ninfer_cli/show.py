@@ -11,6 +11,7 @@ from ninfer_core.errors import ModelNotFoundError, NinferError
 
 from .commands import FORMAT_HEADER, by_format, entry_json, format_rows
 from .display import Console, size, table
+from .presets import Preset, find_preset, preset_json
 
 if TYPE_CHECKING:
     from ninfer_core.artifact import Artifact, TensorInfo
@@ -25,9 +26,11 @@ DRAFTS, KV_CACHE = 3, "int8"
 
 
 def show(model: str, console: Console, environ: Mapping[str, str], *, template: bool, as_json: bool) -> None:
-    """Print what a model is, or its chat template alone."""
+    """Print what a model (of a preset, too) is, or its chat template alone."""
     from ninfer_core.artifact import Artifact
 
+    preset = find_preset(model, environ)
+    model = preset.model if preset else model
     try:
         entry = store.describe(model, environ)
     except ModelNotFoundError as error:
@@ -44,10 +47,17 @@ def show(model: str, console: Console, environ: Mapping[str, str], *, template: 
                 return
             facts = _facts(entry, artifact, text)
     if as_json:
-        console.json(facts)
+        console.json({**facts, "preset": preset_json(preset) if preset else None})
     else:
-        for line in _fact_lines(facts):
+        for line in [*(_preset_lines(preset) if preset else ()), *_fact_lines(facts)]:
             console.line(line)
+
+
+def _preset_lines(preset: Preset) -> list[str]:
+    thinking = {None: [], True: [("think", "on")], False: [("think", "off")]}[preset.thinking]
+    pairs = [("preset", preset.name), *thinking, *((key, str(value)) for key, value in preset.parameters.items())]
+    pairs += [("system", line) for line in (preset.system or "").splitlines()]
+    return [*(f"{label:<19} {text}" for label, text in pairs), ""]
 
 
 def _print_template(text: str, console: Console, as_json: bool) -> None:

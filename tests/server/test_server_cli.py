@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from typer.testing import CliRunner, Result
 
 from ninfer_core.errors import ServerUnreachableError
 from ninfer_core.testing import Reply, Script
+from tests import serving
 
-from .conftest import Running
-from .test_server_models import ScriptedModels, models, start, wait_for  # noqa: F401 - fixtures
+from .conftest import Running, ScriptedModels
 
 ROOT = Path(__file__).parents[2]
+wait_for = partial(serving.wait_for, seconds=20.0)
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_where_a_server_is(text: str, url: str) -> None:
     assert remote.server_url(text) == url
 
 
-def test_ps_and_stop(cli: Any, start: Any, models: ScriptedModels) -> None:  # noqa: F811
+def test_ps_and_stop(cli: Any, start: Any, models: ScriptedModels) -> None:
     server = start()
     lines = cli(server, "ps").stdout.splitlines()
     assert lines[0].split() == ["NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "REQUESTS", "TOK/S", "UNTIL"]
@@ -72,7 +74,7 @@ def test_ps_and_stop(cli: Any, start: Any, models: ScriptedModels) -> None:  # n
         assert "no ninfer server answers at http://127.0.0.1:9" in cli(None, *command, code=4).stderr
 
 
-def test_rm_of_a_loaded_model_needs_force(cli: Any, start: Any, models: ScriptedModels, tmp_path: Path) -> None:  # noqa: F811
+def test_rm_of_a_loaded_model_needs_force(cli: Any, start: Any, models: ScriptedModels, tmp_path: Path) -> None:
     server = start()
     assert "ninfer stop alpha" in cli(server, "rm", "alpha", code=4).stderr
     assert (tmp_path / "models/alpha").exists()
@@ -90,7 +92,7 @@ def test_a_server_with_keys(cli: Any, serve: Any, monkeypatch: pytest.MonkeyPatc
     assert cli(server, "run", "scripted", "hi", "--no-think").stdout == "Hello!\n"
 
 
-def test_run_uses_a_running_server(cli: Any, start: Any, models: ScriptedModels) -> None:  # noqa: F811
+def test_run_uses_a_running_server(cli: Any, start: Any, models: ScriptedModels) -> None:
     server = start()
     assert cli(server, "run", "alpha", "hi", "--no-think").stdout == "alpha\n"
     assert cli(server, "run", "beta", "hi", "--no-think", "--verbose").stdout == "beta\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
@@ -15,92 +14,14 @@ from typing import Any
 import httpx
 import pytest
 from ninfer_cli.server.durations import parse_duration
-from ninfer_cli.server.host import ModelHost, loaded
-from ninfer_cli.server.settings import ServerSettings
 
 from ninfer_core import store
-from ninfer_core.errors import ArtifactError, InvalidRequestError
-from ninfer_core.testing import Reply, Script, ScriptedEngine, Wait
+from ninfer_core.errors import InvalidRequestError
 from tests import serving
 
-from .conftest import Running, running
+from .conftest import Running, ScriptedModels
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
-
-
-def write_model(path: Path, model_id: str) -> Path:
-    """A folder that the store takes for an artifact."""
-    path.mkdir(parents=True)
-    (path / "x.safetensors").write_bytes(bytes(10))
-    root = {"format": "ninfer-artifact", "version": 1, "model_id": model_id, "objects": {}}
-    files = {"x.safetensors": {"bytes": 10, "sha256": "0" * 64}}
-    (path / "manifest.json").write_text(json.dumps({**root, "files": files}))
-    return path
-
-
-class ScriptedModels:
-    """Every model is a scripted engine that answers with its own name; a record of what was loaded and closed."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.gate: threading.Event | None = None
-        self.broken: set[str] = set()
-        self.slow: dict[str, float] = {}
-        self.hold = threading.Event()
-
-    def load(self, path: str) -> ScriptedEngine:
-        name = Path(path).name
-        self.events.append(f"load {name}")
-        time.sleep(self.slow.get(name, 0.0))
-        if self.gate is not None:
-            self.gate.wait(10)
-        if name in self.broken:
-            raise ArtifactError(f"{name} is damaged")
-        return self.make(name)
-
-    def make(self, name: str) -> ScriptedEngine:
-        held = [Wait(self.hold), f"x</think>{name} held"]
-        hold = Script(held, when=lambda request: any("hold" in message.text for message in request.messages))
-        engine = ScriptedEngine(hold, Script(lambda request: Reply(name)), name=name, max_sequences=4)
-        events, close = self.events, engine.close
-
-        def closing() -> None:
-            events.append(f"close {name}")
-            close()
-
-        engine.close = closing  # type: ignore[method-assign]
-        return engine
-
-    def describe(self, path: str) -> ScriptedEngine:
-        return ScriptedEngine("", name=Path(path).name, context_length=777)
-
-
-@pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedModels:
-    for name in ("alpha", "beta", "gamma"):
-        write_model(tmp_path / "models" / name, name)
-    monkeypatch.setenv("NINFER_MODELS", str(tmp_path / "models"))
-    return ScriptedModels()
-
-
-@pytest.fixture
-def start(models: ScriptedModels) -> Iterator[Callable[..., Running]]:
-    """A server that has loaded `alpha` and can load the others."""
-    import contextlib
-
-    with contextlib.ExitStack() as stack:
-
-        def begin(**options: Any) -> Running:
-            settings = ServerSettings(**options)
-            entry = store.describe("alpha")
-            host = ModelHost(
-                settings, loaded(models.load(str(entry.path)), str(entry.path), entry.path, "alpha"), models
-            )
-            models.events.clear()
-            return stack.enter_context(running(host, **options))
-
-        yield begin
-        models.hold.set()
 
 
 def ask(server: Running, model: str | None, text: str = "hi", **more: Any) -> dict[str, Any]:

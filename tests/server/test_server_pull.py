@@ -26,8 +26,7 @@ from ninfer_core.pull import Options
 from ninfer_core.remote import Transfer
 from tests import serving
 
-from .conftest import Running, running
-from .test_server_models import ScriptedModels
+from .conftest import Running, ScriptedModels, running
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pull.fake_hub import FakeHub, Faults

@@ -39,8 +39,8 @@ class Prepared:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-Prepare = Callable[[str], Awaitable[Prepared]]
-"""Makes the request of a model that is loaded, from the name to answer with."""
+Prepare = Callable[[Target], Awaitable[Prepared]]
+"""Makes the request of a model that is loaded; what its preset adds comes afterwards."""
 
 
 def _event(error: BaseException, request_id: str) -> bytes:
@@ -80,12 +80,14 @@ async def answer(
             interval=settings.heartbeat, stall_timeout=settings.stall_timeout, headers=_warning(record),
         )  # fmt: skip
     await server.lease(http, target)
-    return await _respond(server, http, await prepare(target.name))
+    return await _respond(server, http, await prepare(target), target)
 
 
-async def _start(server: Server, http: HttpRequest, prepared: Prepared) -> Generation:
+async def _start(server: Server, http: HttpRequest, prepared: Prepared, target: Target) -> Generation:
+    each = prepared.choices or len(prepared.requests)
     try:
-        generation = await start(server, http, prepared.requests, prepared.choices)
+        requests = [target.filled(request, i % each) for i, request in enumerate(prepared.requests)]
+        generation = await start(server, http, requests, prepared.choices)
     except NinferError as error:
         error.param = own_name(error.param, prepared.names)
         raise
@@ -112,10 +114,10 @@ class _LateStream:
         encoder: Encoder | None = None
         try:
             await self.server.lease(self.http, self.target, watch=False)
-            prepared = await self.prepare(self.target.name)
+            prepared = await self.prepare(self.target)
             encoder = prepared.encoder
             assert encoder is not None
-            self.stream = EncodedStream(await _start(self.server, self.http, prepared), encoder)
+            self.stream = EncodedStream(await _start(self.server, self.http, prepared, self.target), encoder)
         except Exception as error:
             record.fail(error)
             if encoder is None:
@@ -137,9 +139,9 @@ class _LateStream:
             record.outcome = "error" if record.error and reason == "done" else reason
 
 
-async def _respond(server: Server, http: HttpRequest, prepared: Prepared) -> Response:
+async def _respond(server: Server, http: HttpRequest, prepared: Prepared, target: Target) -> Response:
     record: RequestRecord = http.scope["state"]["record"]
-    generation = await _start(server, http, prepared)
+    generation = await _start(server, http, prepared, target)
     encoder = prepared.encoder
     if encoder is None:
         return JsonResponse(prepared.complete(await collect(http, generation)), headers=_warning(record))

@@ -27,7 +27,7 @@ from .answer import Prepared, Waiting, answer, documented
 from .anthropic_input import TOOL_KINDS, to_request
 from .body import read_request
 from .common import call_id, left_out, new_id
-from .context import Server
+from .context import Server, Target
 from .errors import body_of, fault_of
 from .schemas import CountTokensRequest, MessagesRequest
 from .wire import SSE, JsonResponse, sse
@@ -198,7 +198,8 @@ def router(server: Server) -> APIRouter:
         record.dropped = left_out(body.tools, TOOL_KINDS)
         beta = http.headers.get("anthropic-beta", "")
 
-        async def prepare(model: str) -> Prepared:
+        async def prepare(target: Target) -> Prepared:
+            model = target.name
             request = to_request(body, server)
             window = server.card.context_length
             return Prepared(
@@ -214,12 +215,8 @@ def router(server: Server) -> APIRouter:
     async def count_tokens(http: HttpRequest) -> JsonResponse:
         """The prompt length of a request, exactly as its later usage."""
         body = await read_request(http, CountTokensRequest, limit)
-        await server.use(http, body.model)
-        request = to_request(body, server)
-
-        def count() -> int:
-            return int(server.engine.count_tokens(server.media.fetch(request, server.card.vision)))
-
-        return JsonResponse({"input_tokens": await asyncio.to_thread(count)})
+        target = await server.use(http, body.model)
+        request = target.filled(to_request(body, server))
+        return JsonResponse({"input_tokens": await asyncio.to_thread(server.count_tokens, request)})
 
     return routes

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ninfer_core import __version__
 from ninfer_core.errors import NinferError
 
+from ..presets import PresetFile
 from . import anthropic, models, ollama, openai_chat, openai_completions, openai_responses, utility
 from .body import ClientGoneError
 from .context import Fairness, RequestRecord, Server
@@ -60,6 +61,7 @@ def build_app(
         pulls=Pulls(),
         store=ResponseStore(settings.stored_responses, settings.response_ttl),
         media=MediaReader(settings),
+        presets=PresetFile(settings.presets),
         fairness=Fairness(settings.slots + settings.max_queue, settings.max_per_client),
     )
 

@@ -18,6 +18,7 @@ from ninfer_core.errors import InvalidRequestError, MissingDependencyError
 from .. import exits
 from ..display import Console, loading
 from ..options import ContextLength, complete_model
+from ..presets import plain, presets_path, read_presets
 from .address import Address, bind, holder_of, parse_address
 from .durations import parse_duration
 from .settings import DEFAULT_PORT, ServerSettings
@@ -131,6 +132,14 @@ def serve(
     request_log: Annotated[
         str | None, typer.Option(metavar="FILE", help="Append one JSON line per request; - writes to stderr.")
     ] = None,
+    presets: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="NINFER_PRESETS",
+            metavar="FILE",
+            help="Names with a system message and parameters. [default: ~/.config/ninfer/presets.toml]",
+        ),
+    ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="Serve from a Ray cluster: the one of RAY_ADDRESS, else one of this machine.")
     ] = False,
@@ -141,6 +150,9 @@ def serve(
 ) -> None:
     """Serve models to OpenAI, Anthropic and Ollama clients, one loaded at a time."""
     address = parse_address(host, port)
+    presets = presets or presets_path(os.environ)
+    preset = read_presets(presets).get(plain(model))
+    model = preset.model if preset else model
     settings = ServerSettings(
         host=address.host,
         port=address.port,
@@ -163,6 +175,7 @@ def serve(
         media_root=media_root,
         stored_responses=store_responses,
         request_log=request_log,
+        presets=presets,
     )
     fields: dict[str, Any] = {"max_sequences": parallel, "max_queue": max_queue}
     given = {

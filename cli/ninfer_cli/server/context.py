@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request as HttpRequest
 
 from ninfer_core.errors import EngineBusyError, ModelNotFoundError, NinferError
-from ninfer_core.types import Usage
+from ninfer_core.types import Request, Usage
 
+from ..presets import Preset, PresetFile
 from .durations import parse_duration
 from .errors import Fault, HttpError, fault_of
 from .host import ModelHost, lookup
@@ -141,12 +142,20 @@ class Fairness:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that a request asks for: the name to answer with, its key, the name to load it by, its keep-alive."""
+    """The model that a request asks for: the name to answer with, its key, the name to load it by, its keep-alive.
+
+    `preset` is what the name stands for beside the model.
+    """
 
     name: str
     key: str
     load_name: str
     keep_alive: float | None = None
+    preset: Preset | None = None
+
+    def filled(self, request: Request, index: int = 0) -> Request:
+        """A request for this name, with what its preset adds; `index` is its choice's. Twice is the same as once."""
+        return request if self.preset is None else self.preset.fill(request, index)
 
 
 @dataclass(slots=True)
@@ -161,6 +170,7 @@ class Server:
     media: MediaReader
     fairness: Fairness
     pulls: Pulls
+    presets: PresetFile
     workers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="ninfer-http"))
     started: float = field(default_factory=time.time)
     stopping: bool = False
@@ -177,8 +187,8 @@ class Server:
         """What is said about the model that is loaded, or was last."""
         return self.host.last.card
 
-    async def use(self, http: HttpRequest, asked: str | None, keep_alive: float | str | None = None) -> str:
-        """Have the model that a request asks for loaded until the request ends; the name to answer with.
+    async def use(self, http: HttpRequest, asked: str | None, keep_alive: float | str | None = None) -> Target:
+        """Have the model that a request asks for loaded until the request ends.
 
         The request body must have been read. `keep_alive` is how long the model stays afterwards.
 
@@ -189,19 +199,19 @@ class Server:
         """
         target = await self.target(http, asked, keep_alive)
         await self.lease(http, target)
-        return target.name
+        return target
 
     async def target(self, http: HttpRequest, asked: str | None, keep_alive: float | str | None = None) -> Target:
         """The first half of `use`: which model is meant."""
         seconds = None if keep_alive is None else parse_duration(keep_alive)
-        known = self.known_name(asked)
+        known, preset = self.known_name(asked), self.presets.get(asked)
         if known is not None:
-            target = Target(known, self.host.last.key, self.host.last.names[0], seconds)
+            target = Target(known, self.host.last.key, self.host.last.names[0], seconds, preset)
         else:
             entry = await self.find(asked or "")
             if entry is None:
                 raise self.not_found(asked or "")
-            target = Target(asked or entry.name, str(entry.path), entry.name, seconds)
+            target = Target(asked or entry.name, str(entry.path), entry.name, seconds, preset)
         http.scope["state"]["record"].model = target.name
         return target
 
@@ -217,6 +227,9 @@ class Server:
         names = self.names
         if not asked:
             return names[0]
+        preset = self.presets.get(asked)
+        if preset is not None:
+            return asked if normal_name(preset.model) in map(normal_name, names) else None
         if asked in names or normal_name(asked) in {normal_name(name) for name in names}:
             return asked
         if not self.settings.strict_models and asked.lower().startswith(_FOREIGN_PREFIXES):
@@ -231,13 +244,15 @@ class Server:
         )
 
     async def find(self, asked: str) -> ModelEntry | None:
-        """The installed model of a name, loaded or not."""
+        """The installed model of a name, loaded or not; of a preset's name its model."""
         if not self.host.switches or not asked:
             return None
-        return lookup(await asyncio.to_thread(self.host.installed), asked, normal_name)
+        preset = self.presets.get(asked)
+        wanted = asked if preset is None else preset.model
+        return lookup(await asyncio.to_thread(self.host.installed), wanted, normal_name)
 
     async def listed(self) -> list[tuple[str, ModelCard]]:
-        """All names that can be asked for with their cards: those of the loaded model, then what is installed."""
+        """All names that can be asked for with their cards: the loaded model's, what is installed, the presets."""
         out = [(name, self.card) for name in self.names]
         seen = {normal_name(name) for name in self.names}
         for entry in await asyncio.to_thread(self.host.installed):
@@ -247,6 +262,10 @@ class Server:
                 out.append((entry.name, await asyncio.to_thread(self.host.card_of, entry)))
             except NinferError as error:
                 logger.warning("%s is installed, but cannot be described: %s", entry.name, error)
+        cards = {normal_name(name): card for name, card in out}
+        for preset in self.presets.all().values():
+            if normal_name(preset.model) in cards:
+                out.append((preset.name, cards[normal_name(preset.model)]))
         return out
 
     async def describe(self, asked: str) -> tuple[str, ModelCard]:
@@ -271,6 +290,10 @@ class Server:
     def text_of(self, prompt: str | Sequence[int]) -> str:
         """The text of a raw prompt."""
         return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(list(prompt)))
+
+    def count_tokens(self, request: Request) -> int:
+        """Prompt tokens of a request, as its later usage has them; images are fetched for that."""
+        return int(self.engine.count_tokens(self.media.fetch(request, self.card.vision)))
 
     def stop_generations(self) -> None:
         """Cancel everything that runs: its clients get an error event, not a stream that just stops."""

@@ -30,7 +30,7 @@ from .anthropic import input_object
 from .body import read_request
 from .card import rfc3339
 from .common import call_id, left_out
-from .context import RequestRecord, Server
+from .context import RequestRecord, Server, Target
 from .durations import parse_duration
 from .errors import body_of, fault_of
 from .ollama_input import bounded, chat_request, generate_request
@@ -180,8 +180,8 @@ async def _answer(
     record = http.scope["state"]["record"]
     shape = OllamaShape(record, chat, bool(body.logprobs))
 
-    async def prepare(_: str) -> Prepared:
-        request = make()
+    async def prepare(target: Target) -> Prepared:
+        request = target.filled(make())
 
         def fit() -> tuple[Request, int]:
             return bounded(request, body, server)

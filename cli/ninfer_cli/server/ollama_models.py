@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ninfer_core import __version__
 from ninfer_core.errors import InvalidRequestError, ModelNotFoundError, NinferError
 from ninfer_core.library import add_alias, remove
 
+from ..presets import Preset
 from .answer import documented, readable
 from .body import ClientGoneError, read_body, read_request
 from .card import ModelCard, rfc3339
@@ -30,10 +32,14 @@ OLLAMA_VERSION = "0.13.5"
 _FOR_EVER = 100 * 365 * 86_400.0
 
 
-def details(card: ModelCard) -> dict[str, Any]:
-    """What the model lists say about the loaded model."""
+# Parameters under the names of this API; the others have the same here.
+_PARAMETERS = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+
+
+def details(card: ModelCard, parent: str = "") -> dict[str, Any]:
+    """What the model lists say about a model; `parent` is the one that a preset is made of."""
     return {
-        "parent_model": "",
+        "parent_model": parent,
         "format": "ninfer",
         "family": card.family,
         "families": [card.family],
@@ -43,7 +49,7 @@ def details(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def tag(card: ModelCard, name: str) -> dict[str, Any]:
+def tag(card: ModelCard, name: str, preset: Preset | None = None) -> dict[str, Any]:
     """A model in `/api/tags`."""
     return {
         "name": name,
@@ -51,21 +57,25 @@ def tag(card: ModelCard, name: str) -> dict[str, Any]:
         "modified_at": card.modified_at,
         "size": card.size,
         "digest": card.digest,
-        "details": details(card),
+        "details": details(card, preset.model if preset else ""),
         "capabilities": card.capabilities,
     }
 
 
-def show(card: ModelCard, template: str) -> dict[str, Any]:
+def show(card: ModelCard, preset: Preset | None = None) -> dict[str, Any]:
     """`/api/show`; several clients decide by exactly these fields what a model can do."""
     family = card.family
-    sampling = {"num_ctx": card.context_length}
+    parameters = [f"num_ctx {card.context_length}", *(_parameter_lines(preset) if preset else ())]
+    system = preset.system if preset else None
+    modelfile = [f"FROM {card.name}", *(f"PARAMETER {line}" for line in parameters)]
+    modelfile += [f"SYSTEM {json.dumps(system, ensure_ascii=False)}"] if system else []
     return {
         "license": card.licence,
-        "modelfile": f"FROM {card.name}\nPARAMETER num_ctx {card.context_length}\n",
-        "parameters": "\n".join(f"{key} {value}" for key, value in sampling.items()),
-        "template": template,
-        "details": details(card),
+        "modelfile": "\n".join(modelfile) + "\n",
+        "parameters": "\n".join(parameters),
+        "template": card.template,
+        **({"system": system} if system else {}),
+        "details": details(card, preset.model if preset else ""),
         "model_info": {
             "general.architecture": family,
             "general.basename": card.name,
@@ -75,6 +85,12 @@ def show(card: ModelCard, template: str) -> dict[str, Any]:
         "capabilities": card.capabilities,
         "modified_at": card.modified_at,
     }
+
+
+def _parameter_lines(preset: Preset) -> Iterator[str]:
+    for name, value in preset.parameters.items():
+        for item in value if isinstance(value, tuple) else (value,):
+            yield f"{_PARAMETERS.get(name, name)} {json.dumps(item, ensure_ascii=False)}"
 
 
 def loaded_entry(server: Server) -> dict[str, Any]:
@@ -120,14 +136,16 @@ def _reading_routes(routes: APIRouter, server: Server) -> None:
     @readable(routes, "/api/tags")
     async def tags() -> JsonResponse:
         """Everything that can be asked for."""
-        return JsonResponse({"models": [tag(card, name) for name, card in await server.listed()]})
+        return JsonResponse(
+            {"models": [tag(card, name, server.presets.get(name)) for name, card in await server.listed()]}
+        )
 
     @routes.post("/api/show", **documented(OllamaNameRequest))
     async def show_model(http: HttpRequest) -> JsonResponse:
         """All about a model."""
         name = _asked(await read_request(http, OllamaNameRequest, limit))
         _, card = await server.describe(name)
-        return JsonResponse(show(card, card.template))
+        return JsonResponse(show(card, server.presets.get(name)))
 
     @routes.get("/api/ps", **documented())
     async def loaded() -> JsonResponse:
@@ -181,6 +199,8 @@ async def _pulled(server: Server, http: HttpRequest, name: str) -> dict[str, Any
 
 async def _pull(server: Server, http: HttpRequest, body: OllamaNameRequest) -> Response:
     name = _asked(body)
+    preset = server.presets.get(name)
+    name = name if preset is None else preset.model
     record = http.scope["state"]["record"]
     if not server.host.switches:
         if server.known_name(name) is None:
@@ -201,7 +221,16 @@ async def _pull(server: Server, http: HttpRequest, body: OllamaNameRequest) -> R
     )  # fmt: skip
 
 
+def _no_preset(server: Server, name: str, param: str) -> None:
+    if server.presets.get(name) is not None:
+        raise HttpError(
+            400, f"{name[:80]!r} is a preset: it is changed in {server.presets.path}", code="unsupported_endpoint",
+            param=param,
+        )  # fmt: skip
+
+
 async def _delete(server: Server, name: str) -> None:
+    _no_preset(server, name, "model")
     if name in server.aliases:
         del server.aliases[name]
         return
@@ -246,6 +275,7 @@ def _managing_routes(routes: APIRouter, server: Server) -> None:
         body = await read_request(http, OllamaCopyRequest, limit)
         if not body.destination.strip() or len(body.destination) > 200:
             raise InvalidRequestError("destination must be a name of up to 200 characters", param="destination")
+        _no_preset(server, body.source, "source")
         known = normal_name(body.source) in map(normal_name, server.names)
         if server.host.switches:
             entry = await server.find(body.source)

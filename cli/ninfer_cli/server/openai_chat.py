@@ -44,7 +44,7 @@ from .common import (
     stop_of,
     thinking_of,
 )
-from .context import Server
+from .context import Server, Target
 from .errors import body_of, fault_of
 from .generation import in_order, merged_usage
 from .openai_messages import TOOL_KINDS, to_choice, to_messages, to_tools
@@ -288,8 +288,8 @@ def router(server: Server) -> APIRouter:
         record = http.scope["state"]["record"]
         record.dropped = left_out(body.tools, TOOL_KINDS)
 
-        async def prepare(model: str) -> Prepared:
-            body.model = model
+        async def prepare(target: Target) -> Prepared:
+            body.model = target.name
             converted = [to_request(body, server, index) for index in range(body.n or 1)]
             _, custom = converted[0]
             return Prepared(

@@ -16,7 +16,7 @@ from ninfer_core.types import Completion, Event, Finish, ReasoningDelta, Request
 from .answer import Prepared, Waiting, answer, documented
 from .body import read_request
 from .common import constraint_name, format_of, guided_of, limit_of, new_id, sampling_of, stop_of
-from .context import Server
+from .context import Server, Target
 from .errors import body_of, fault_of
 from .gap import gap_ends, gap_prompt
 from .generation import in_order, merged_usage
@@ -187,8 +187,8 @@ def router(server: Server) -> APIRouter:
         body = await read_request(http, CompletionRequest, server.settings.max_body_bytes)
         record = http.scope["state"]["record"]
 
-        async def prepare(model: str) -> Prepared:
-            body.model = model
+        async def prepare(target: Target) -> Prepared:
+            body.model = target.name
             requests = to_requests(body, server.tokenizer)
             texts = [server.text_of(prompt) if body.echo else "" for prompt in prompts_of(body)]
             echoes = [text for text in texts for _ in range(body.n or 1)]

@@ -17,7 +17,7 @@ from ninfer_core.types import Completion, Finish
 from .answer import Prepared, Waiting, answer, documented
 from .body import read_request
 from .common import left_out
-from .context import Server
+from .context import Server, Target
 from .errors import HttpError
 from .responses_input import TOOL_KINDS, input_items, to_request
 from .responses_output import ResponsesEncoder, ResponseShape, failed_early, output_items
@@ -115,10 +115,10 @@ def router(server: Server) -> APIRouter:
         record.dropped = left_out(body.tools, TOOL_KINDS)
         history = _history(server, body.previous_response_id)
 
-        async def prepare(model: str) -> Prepared:
+        async def prepare(target: Target) -> Prepared:
             request, toolset = to_request(body, server, history)
             keep = bool(server.store.limit) and body.store is not False
-            shape = ResponseShape(body, model, toolset, keep)
+            shape = ResponseShape(body, target.name, toolset, keep)
             items = [*history, *input_items(body.input)]
 
             def complete(completions: list[Completion]) -> dict[str, Any]:
@@ -142,9 +142,9 @@ def router(server: Server) -> APIRouter:
     async def input_tokens(http: HttpRequest) -> JsonResponse:
         """The prompt length of a request, exactly as its later usage."""
         body = await read_request(http, ResponsesRequest, limit)
-        await server.use(http, body.model)
+        target = await server.use(http, body.model)
         request, _ = to_request(body, server, _history(server, body.previous_response_id))
-        count = await asyncio.to_thread(server.engine.count_tokens, request)
+        count = await asyncio.to_thread(server.count_tokens, target.filled(request))
         return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
     @routes.get("/v1/responses/{response_id}", **documented())

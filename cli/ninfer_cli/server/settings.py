@@ -22,7 +22,8 @@ class ServerSettings:
     keys: of one address) that run or wait, `queue_timeout` how long one may wait;
     `request_timeout` covers waiting and running. `unload_after` is how long an unused model stays loaded (below 0: for
     ever), `load_timeout` how long a request waits while its model is being loaded. `stored_responses` 0 turns the
-    response store off. `request_log` is a file of JSON lines; "-" is standard error.
+    response store off. `presets` is a file of names with a system message and parameters. `request_log` is a file of
+    JSON lines; "-" is standard error.
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +51,7 @@ class ServerSettings:
     stored_responses: int = 0
     response_ttl: float = 3600.0
     request_log: str | None = None
+    presets: Path | None = None
 
     def __post_init__(self) -> None:
         unknown = self.metrics_compat - {"vllm", "llamacpp"}

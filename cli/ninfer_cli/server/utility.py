@@ -116,12 +116,12 @@ def _token_routes(routes: APIRouter, server: Server) -> None:
     async def tokenize(http: HttpRequest) -> JsonResponse:
         """Token ids of raw text, or of messages through the template."""
         body = await read_request(http, TokenizeRequest, limit)
-        await server.use(http, body.model)
+        target = await server.use(http, body.model)
 
         def work() -> list[int]:
             if body.messages:
                 messages, tools = to_messages(body.messages, server.media), to_tools(body.tools)[0]
-                request = Request(messages, tools=tools, **thinking_of(body))
+                request = target.filled(Request(messages, tools=tools, **thinking_of(body)))
                 return list(server.engine.frontend.prepare(request).token_ids)
             text = body.content if body.content is not None else body.prompt
             if text is None:
@@ -153,10 +153,9 @@ def _token_routes(routes: APIRouter, server: Server) -> None:
     async def apply_template(http: HttpRequest) -> JsonResponse:
         """The prompt text of messages."""
         body = await read_request(http, ApplyTemplateRequest, limit)
-        await server.use(http, body.model)
-        request = Request(
-            messages=to_messages(body.messages, server.media), tools=to_tools(body.tools)[0], **thinking_of(body)
-        )
+        target = await server.use(http, body.model)
+        messages, tools = to_messages(body.messages, server.media), to_tools(body.tools)[0]
+        request = target.filled(Request(messages, tools=tools, **thinking_of(body)))
         return JsonResponse({"prompt": await asyncio.to_thread(server.engine.frontend.render, request)})
 
 
