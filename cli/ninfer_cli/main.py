@@ -19,6 +19,7 @@ from ninfer_core import __version__
 from . import exits
 from .chat import PARAMETERS, Settings, check_parameter
 from .display import Console, OutputClosedError
+from .grouped import grouped
 from .options import AsJson, ContextLength, Model, Quiet
 
 if TYPE_CHECKING:
@@ -139,7 +140,17 @@ def _parameter(name: str) -> Any:
     return typer.Option("--" + name.replace("_", "-"), help=f"{text[0].upper()}{text[1:]}.")
 
 
-@app.command()
+_RUN_GROUPS = {
+    "Input": ("messages", "image", "video", "system", "tools"),
+    "Output": (
+        "think", "show_thinking", "response_format", "wordwrap", "verbose", "stats_json", "quiet", "no_history",
+    ),
+    "Generation": (*PARAMETERS, "draft_tokens"),
+    "Model": ("vision", "context_length", "device", "threads", "host", "no_server", "keep_alive"),
+}  # fmt: skip
+
+
+@app.command(cls=grouped(_RUN_GROUPS))
 @guarded
 def run(
     context: typer.Context,
@@ -199,6 +210,10 @@ def run(
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Use the server there. [default: one at NINFER_HOST, if it runs]")
     ] = "",
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="How long a server keeps the model afterwards: seconds, 5m, -1; 0 unloads."),
+    ] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Load the model here, whatever runs.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Figures of each answer on stderr.")] = False,
     stats_json: Annotated[
@@ -254,6 +269,7 @@ def run(
         no_history=no_history,
         wrap=wordwrap,
         host=host,
+        keep_alive=keep_alive,
         no_server=no_server or context.obj is not None,
     )
     loader = context.obj or command.load_engine
@@ -373,9 +389,14 @@ _ELSEWHERE = {
 
 def _register(target: typer.Typer, name: str) -> None:
     module, function, summary = _ELSEWHERE[name]
-    found = getattr(importlib.import_module(f".{module}", __package__), function)
+    home = importlib.import_module(f".{module}", __package__)
+    found = getattr(home, function)
     if name == "bench":
         target.add_typer(found(guarded), name=name)
+    elif name == "serve":
+        # Services are set up by their environment: options without a variable of their own get NINFER_SERVE_<NAME>.
+        environment = {"auto_envvar_prefix": "NINFER_SERVE"}
+        target.command(name, help=summary, cls=grouped(home.GROUPS), context_settings=environment)(guarded(found))
     else:
         target.command(name, help=summary)(guarded(found))
 

@@ -125,8 +125,12 @@ def unload(model: str, environ: Mapping[str, str], host: str = "") -> None:
     Raises:
         As `call`.
     """
-    url = server_url(host or environ.get("NINFER_HOST", ""))
-    call(url, "/api/generate", environ, {"model": model, "keep_alive": 0, "stream": False})
+    keep(model, 0, server_url(host or environ.get("NINFER_HOST", "")), environ)
+
+
+def keep(model: str, time: float | str, url: str, environ: Mapping[str, str]) -> None:
+    """Tell the server at `url` how long it is to keep a model from now on. Raises as `call`."""
+    call(url, "/api/generate", environ, {"model": model, "keep_alive": time, "stream": False})
 
 
 def ps(host: Host = "", as_json: AsJson = False) -> None:

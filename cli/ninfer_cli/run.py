@@ -24,6 +24,8 @@ from .display import AnswerView, Console, Notes, loading
 from .inputs import read_messages
 from .pictures import content
 from .presets import find_preset
+from .remote import keep
+from .server.durations import parse_duration
 
 if TYPE_CHECKING:
     from ninfer_core import Engine
@@ -66,6 +68,7 @@ class RunOptions:
     no_history: bool = False
     wrap: bool = True
     host: str = ""
+    keep_alive: str | None = None
     no_server: bool = False
 
 
@@ -94,7 +97,11 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
     preset = find_preset(options.model, environ)
     if preset is not None:
         options = replace(options, model=preset.model, settings=preset.settings(options.settings))
+    if options.keep_alive is not None:
+        parse_duration(options.keep_alive, "--keep-alive")
     remote = _served_elsewhere(options, environ)
+    if options.keep_alive is not None and remote is None:
+        raise InvalidRequestError("--keep-alive is about a running server, and none has this model")
     entry = None if remote else store.describe(options.model, environ)
     interactive = options.prompt is None and options.messages is None and sys.stdin.isatty()
     if interactive and not console.out_is_terminal:
@@ -109,6 +116,8 @@ def run(options: RunOptions, console: Console, environ: Mapping[str, str], loade
         engine: EngineInterface
         seconds: float | None = None
         if remote is not None:
+            if options.keep_alive is not None:
+                stack.callback(keep, str(remote.model), options.keep_alive, remote.base_url, environ)
             engine = stack.enter_context(remote)
             name, source = str(remote.model), remote.base_url
         else:

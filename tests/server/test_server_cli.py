@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,31 @@ def test_run_uses_a_running_server(cli: Any, start: Any, models: ScriptedModels)
     assert "are about loading it here" in both.stderr
 
 
+def test_run_says_how_long_a_server_keeps_the_model(cli: Any, start: Any, models: ScriptedModels) -> None:
+    server = start()
+    cli(server, "run", "alpha", "hi", "--no-think", "--keep-alive", "10m")
+    assert 500 < server.state.host.expires - time.time() <= 600
+    cli(server, "run", "alpha", "hi", "--no-think", "--keep-alive", "0")
+    assert wait_for(lambda: models.events == ["close alpha"])
+    wrong = cli(server, "run", "alpha", "hi", "--keep-alive", "soon", code=2)
+    assert "--keep-alive is 'soon'" in wrong.stderr
+    alone = cli(None, "run", "demo", "hi", "--keep-alive", "5m", code=2)
+    assert "is about a running server" in alone.stderr
+
+
+def test_run_with_a_preset_on_a_server(cli: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('[helper]\nmodel = "beta"\nsystem = "Help."\ntop_k = 3\n')
+    server = start(presets=path)
+    asked = ("run", "helper", "hi", "--no-think")
+    for place, env in ((server, path), (None, tmp_path / "none.toml")):  # known here, or to the server alone
+        monkeypatch.setenv("NINFER_PRESETS", str(env))
+        host = () if place else ("--host", server.url)
+        assert cli(place, *asked, *host).stdout == "beta\n"
+        request = server.state.engine.requests[-1]
+        assert request.messages[0].text == "Help." and request.sampling.top_k == 3
+
+
 def test_run_loads_by_itself_where_no_server_can(cli: Any, serve: Any) -> None:
     server = serve()
     before = len(server.engine.requests)
@@ -119,7 +145,7 @@ def test_formats(cli: Any, serve: Any, tmp_path: Path) -> None:
     assert server.last.response_format.kind == "json"
     schema = tmp_path / "s.json"
     schema.write_text('{"type": "object", "properties": {"a": {"type": "integer"}}}')
-    cli(server, "run", "scripted", "hi", "--format", str(schema), "--no-think")
+    cli(server, "run", "scripted", "hi", "--schema", str(schema), "--no-think")
     assert server.last.response_format.schema["properties"] == {"a": {"type": "integer"}}
     cut = cli(server, "run", "scripted", "hi", "--format", "json", "--no-think", "--max-tokens", "3", code=4)
     assert cut.stdout == '{"a\n' and "was cut" in cut.stderr

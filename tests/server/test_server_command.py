@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -197,13 +198,25 @@ def test_who_holds_a_port(serve: Any) -> None:
 
 def test_options_and_help() -> None:
     import typer
+    from ninfer_cli.main import program
     from ninfer_cli.server.command import serve as command
     from typer.testing import CliRunner
 
     app = typer.Typer()
     app.command()(command)
-    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    whole = program(["serve"])
+    shown = CliRunner().invoke(whole, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert shown.exit_code == 0
+    groups = re.findall(r"^([A-Z].*):$", shown.output, re.M)
+    assert groups[:3] == ["Arguments", "Address and access", "Model and memory"]
+    other = shown.output.partition("\nOther:\n")[2].split()
+    assert [word for word in other if word.startswith("-")] == ["-h,", "--help"], "every option has its group"
+    for option in re.findall(r"^  --([a-z-]+)", shown.output, re.M):
+        at = shown.output.index(f"\n  --{option}")
+        told = " ".join(shown.output[at : shown.output.find("\n  --", at + 1)].split())
+        assert "env var: NINFER_" in told, f"--{option} has no variable"
+    far = CliRunner().invoke(whole, ["serve", "demo"], env={"NINFER_SERVE_QUEUE_TIMEOUT": "soon"})
+    assert far.exit_code == 2 and "NINFER_SERVE_QUEUE_TIMEOUT" in far.output
     for option in ("--port", "--api-key", "--max-queue", "--allow-remote-media", "--metrics-compat", "--request-log"):
         assert option in shown.output
     refused = CliRunner().invoke(app, ["demo", "--host", "0.0.0.0"])

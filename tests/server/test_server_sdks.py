@@ -236,14 +236,22 @@ def test_openai_responses_namespaces_and_free_form_tools(serve: Any) -> None:
 
 
 def test_openai_responses_store(serve: Any) -> None:
-    server = serve("Hello!", stored_responses=2)
+    server = serve("Hello!", stored_responses=5)
     client = openai_client(server)
     first = client.responses.create(input="one")
     second = client.responses.create(input="two", previous_response_id=first.id)
     assert [text_of(message) for message in server.last.messages] == ["one", "Hello!", "two"]
     assert client.responses.retrieve(second.id).output_text == "Hello!"
     assert len(client.responses.input_items.list(second.id).data) == 3
+    told = {"type": "item_reference", "id": first.output[0].id}
+    later: list[Any] = [{"role": "user", "content": "one"}, told, {"role": "user", "content": "three"}]
+    client.responses.create(input=later)
+    assert [text_of(message) for message in server.last.messages] == ["one", "Hello!", "three"]
+    client.responses.create(input=[{"id": told["id"]}, later[-1]])  # type: ignore[list-item]
+    assert [text_of(message) for message in server.last.messages] == ["Hello!", "three"]
     client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="does not keep"):
+        client.responses.create(input=[{"type": "item_reference", "id": "msg_gone"}])
     with pytest.raises(openai.BadRequestError) as error:
         client.responses.create(input="x", previous_response_id=first.id)
     assert error.value.code == "previous_response_not_found"

@@ -29,6 +29,24 @@ if TYPE_CHECKING:
     from .boot import Models
 
 
+GROUPS = {
+    "Address and access": ("host", "port", "api_key", "api_key_file", "insecure_no_auth", "origins"),
+    "Model and memory": (
+        "context_length", "draft_tokens", "kv_cache", "prefix_cache", "prefix_cache_tokens", "checkpoints",
+        "host_cache_gb", "cache_answers", "vision", "device", "threads",
+    ),
+    "Requests": (
+        "parallel", "max_queue", "max_per_client", "max_body", "request_timeout", "queue_timeout", "unload_after",
+        "load_timeout", "shutdown_grace",
+    ),
+    "Answers": (
+        "strict_models", "presets", "reasoning_field", "store_responses", "allow_remote_media", "media_root",
+    ),
+    "Watching": ("metrics_compat", "request_log"),
+    "Several GPUs": ("ray", "replicas"),
+}  # fmt: skip
+
+
 def serve(
     model: Annotated[
         str,

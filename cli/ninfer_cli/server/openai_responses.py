@@ -19,7 +19,7 @@ from .body import read_request
 from .common import left_out
 from .context import Server, Target
 from .errors import HttpError
-from .responses_input import TOOL_KINDS, input_items, to_request
+from .responses_input import TOOL_KINDS, input_items, is_reference, to_request
 from .responses_output import ResponsesEncoder, ResponseShape, failed_early, output_items
 from .schemas import ResponsesRequest
 from .wire import JsonResponse, sse
@@ -50,6 +50,15 @@ class ResponseStore:
             return None
         return entry[1], entry[2]
 
+    def item(self, item_id: Any) -> Mapping[str, Any] | None:
+        """An item of a response that is still kept, or of its input."""
+        now = time.monotonic()
+        for end, response, items in reversed(self._entries.values()):
+            for item in (*items, *response["output"]):
+                if end > now and item.get("id") == item_id is not None:
+                    return item
+        return None
+
     def delete(self, response_id: str) -> bool:
         """Forget a response; False if there was none."""
         return self._entries.pop(response_id, None) is not None
@@ -68,6 +77,13 @@ class _StoringEncoder(ResponsesEncoder):
         assert self.final is not None
         self._store.put(self.final, self._items)
         return last
+
+
+def _resolve(server: Server, body: ResponsesRequest) -> None:
+    """Put the items that the input only refers to in their places; what is not kept the conversion refuses."""
+    if isinstance(body.input, list):
+        known = [server.store.item(item.get("id")) if is_reference(item) else None for item in body.input]
+        body.input = [dict(found or item) for found, item in zip(known, body.input, strict=True)]
 
 
 def _history(server: Server, response_id: str | None) -> Items:
@@ -114,6 +130,7 @@ def router(server: Server) -> APIRouter:
         record = http.scope["state"]["record"]
         record.dropped = left_out(body.tools, TOOL_KINDS)
         history = _history(server, body.previous_response_id)
+        _resolve(server, body)
 
         async def prepare(target: Target) -> Prepared:
             request, toolset = to_request(body, server, history)
@@ -142,6 +159,7 @@ def router(server: Server) -> APIRouter:
     async def input_tokens(http: HttpRequest) -> JsonResponse:
         """The prompt length of a request, exactly as its later usage."""
         body = await read_request(http, ResponsesRequest, limit)
+        _resolve(server, body)
         target = await server.use(http, body.model)
         request, _ = to_request(body, server, _history(server, body.previous_response_id))
         count = await asyncio.to_thread(server.count_tokens, target.filled(request))

@@ -155,6 +155,11 @@ def input_items(value: str | Sequence[Mapping[str, Any]] | None) -> list[Mapping
     return list(value)
 
 
+def is_reference(item: Mapping[str, Any]) -> bool:
+    """Whether an item only names another one; clients may leave its type out."""
+    return item.get("type") == "item_reference" or (item.get("type") is None and set(item) - {"type"} == {"id"})
+
+
 def to_messages(
     items: Sequence[Mapping[str, Any]], instructions: str | None, media: MediaReader
 ) -> tuple[Message, ...]:
@@ -193,7 +198,7 @@ class _Turns:
             self.flush()
             content, _ = content_of(_output(item, where), f"{where}.output", self.media)
             self.messages.append(Message("tool", content, tool_call_id=_text(item, "call_id", where)))
-        elif kind == "item_reference":
+        elif is_reference(item):
             raise HttpError(
                 400, f"{where} refers to an item that this server does not keep; send the item itself",
                 code="previous_response_not_found", param=where,
