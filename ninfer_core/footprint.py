@@ -158,11 +158,11 @@ def fused_slot_bytes(config: ModelConfig) -> int:
 
 
 def attention_splits(kv_heads: int, processors: int = MULTIPROCESSORS) -> int:
-    """Most splits of a row's context: as many attention programs as a card holds at once, three a multiprocessor.
+    """Most splits of a row's context: as many attention programs as a card holds at once, two a multiprocessor.
 
-    Three of 168 registers a thread fit.
+    Two of 255 registers a thread fit, those of four rows.
     """
-    return min(256, 3 * processors // kv_heads)
+    return min(128, 2 * processors // kv_heads)
 
 
 def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) -> int:
@@ -173,7 +173,9 @@ def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) 
 
     hidden, width, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
     most = attention_splits(config.num_key_value_heads)
-    parts = max(RING // 2, rows // 2) * max(16, min(most, -(-(context + RING // 2) // PAGE)))
+    pages = -(-(context + RING // 2) // PAGE)
+    splits = max(16, min(most, max(min(pages, 64), -(-pages // 2))))
+    parts = max(max(RING // 2, rows // 2) * splits, rows * min(splits, 64))
     total = 5 * rows * hidden * 4 + 2 * activation(hidden, hidden // 32) + activation(2 * hidden, 1)
     total += activation(width, 4 * heads) + activation(config.query_width, 1)
     total += rows * (2 * (config.conv_channels + width) + 8 * heads + 4 * (config.query_width + config.kv_width))

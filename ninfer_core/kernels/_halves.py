@@ -1,4 +1,4 @@
-"""Triton helpers for `mma.m16n8k16` on fp16 in lane form: signed bytes to halves, products, transposition, columns."""
+"""Triton helpers for `mma.m16n8k16` on fp16 in lane form: signed bytes to halves, products, powers, columns."""
 
 from __future__ import annotations
 
@@ -100,17 +100,14 @@ def half_product(acc, a0, a1, a2, a3, b0, b1, X: tl.constexpr, PTX: tl.constexpr
 
 
 @triton.jit
-def transpose_halves(word, X: tl.constexpr, PTX: tl.constexpr):
-    """An 8 x 8 matrix of fp16, lane 4 g + c holding row g's columns 2c and 2c + 1, transposed in the same form."""
+def power(x, PTX: tl.constexpr):
+    """2 to the power of `x`, one instruction; results below 2^-126 are 0."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        both = tl.join(word & 0xFFFF, (word >> 16) & 0xFFFF)
-        turned = tl.permute(tl.reshape(both, [X, 8, 8]), [0, 2, 1])
-        low, high = tl.split(tl.reshape(turned, [X, 32, 2]))
-        return low | (high << 16)
+        return tl.exp2(x)
 
 
 @triton.jit

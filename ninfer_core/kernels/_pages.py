@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 
 from ._dequant import (
-    FRESH1,
-    FRESH2,
+    EARLY2,
+    EARLY4,
     FRESH4,
     WEIGHT4,
     from_partner,
     load_four,
-    load_one,
     load_two,
     round_bytes,
     store_byte,
@@ -43,10 +42,10 @@ def pair_values(words):
 
 
 @triton.jit
-def half_words(word, upper):
-    """One of two fp16 in a word, as fp32."""
-    bits = tl.where(upper, word >> 16, word) & 0xFFFF
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def half_values(word):
+    """The two fp16 of a word as fp32."""
+    low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -134,32 +133,29 @@ def append_rows(
 
 
 @triton.jit
-def load_keys(codes, scales, place, last, INT8: tl.constexpr, PTX: tl.constexpr):
+def load_keys(codes, scales, place, INT8: tl.constexpr, PTX: tl.constexpr):
     """The warp's tokens g and g + 8 of a page whose first token is at `place`: codes, and scales (bf16: none).
 
-    For each group of 64 dims a lane's 16 of both tokens, four words each (bf16: eight).
+    For each group of 64 dims a lane's 16 of both tokens, four words each (bf16: eight). Scales of a token are two words
+    of two. What stands behind the last token may be anything, NaN too.
     """
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, 4)[:, None]
-    token = warp * 16 + lane // 4
+    token = place + warp * 16 + lane // 4
     keys = ()
     steps = ()
     if INT8:
+        at = codes + token * 64 + lane % 4 * 4
         for j in tl.static_range(4):
-            at = codes + (place + token) * 64 + j * 16 + lane % 4 * 4
-            keys = keys + ((load_four(at, FRESH4, PTX), load_four(at + 8 * 64, FRESH4, PTX)),)  # noqa: RUF005
-        low = load_two(scales + (place + token) * 2, FRESH2, PTX)
-        high = load_two(scales + (place + token + 8) * 2, FRESH2, PTX)
-        for j in tl.static_range(4):
-            # What stands behind the last token may be anything, NaN too.
-            upper = tl.where(token < last, half_words(low[j // 2], j % 2 == 1), 0.0)
-            lower = tl.where(token + 8 < last, half_words(high[j // 2], j % 2 == 1), 0.0)
-            steps = steps + ((upper, lower),)  # noqa: RUF005
+            upper = load_four(at + j * 16, EARLY4, PTX)
+            keys = keys + ((upper, load_four(at + (8 * 64 + j * 16), EARLY4, PTX)),)  # noqa: RUF005
+        steps = load_two(scales + token * 2, EARLY2, PTX) + load_two(scales + token * 2 + 16, EARLY2, PTX)
     else:
+        at = codes + token * 128 + lane % 4 * 8
         for j in tl.static_range(4):
-            at = codes + (place + token) * 128 + j * 32 + lane % 4 * 8
-            upper = load_four(at, FRESH4, PTX) + load_four(at + 4, FRESH4, PTX)
-            keys = keys + ((upper, load_four(at + 8 * 128, FRESH4, PTX) + load_four(at + 8 * 128 + 4, FRESH4, PTX)),)  # noqa: RUF005
+            upper = load_four(at + j * 32, EARLY4, PTX) + load_four(at + (j * 32 + 4), EARLY4, PTX)
+            lower = load_four(at + (8 * 128 + j * 32), EARLY4, PTX)
+            keys = keys + ((upper, lower + load_four(at + (8 * 128 + j * 32 + 4), EARLY4, PTX)),)  # noqa: RUF005
     return keys, steps
 
 
@@ -174,44 +170,50 @@ def key_halves(words, m: tl.constexpr, INT8: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def load_values(codes, scales, place, last, INT8: tl.constexpr, PTX: tl.constexpr):
-    """Codes of the warp's group of dims, for each 16 tokens those of tokens 2c, 2c + 1, 2c + 8, 2c + 9; and scales.
+    """Codes of the warp's group of dims, for each 16 tokens those of tokens c, c + 8, c + 4 and c + 12; and scales.
 
-    A lane has eight dims of each, two words (bf16: four). The scales (bf16: none) are those of tokens g and g + 8,
-    which is how the probabilities lie.
+    A lane has eight dims of each, two words (bf16: four). The scales (bf16: none) are all four of the warp's tokens g
+    and g + 8, as the probabilities lie: four words for `page_steps`.
     """
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, 4)[:, None]
     values = ()
     steps = ()
-    for s in tl.static_range(4):
-        if INT8:
-            at = codes + (place + s * 16 + lane % 4 * 2) * 64 + warp * 16 + lane // 4 * 2
+    if INT8:
+        at = codes + (place + lane % 4) * 64 + warp * 16 + lane // 4 * 2
+        for s in tl.static_range(4):
             values = values + ((  # noqa: RUF005
-                load_two(at, FRESH2, PTX), load_two(at + 64, FRESH2, PTX),
-                load_two(at + 8 * 64, FRESH2, PTX), load_two(at + 9 * 64, FRESH2, PTX),
+                load_two(at + s * 1024, EARLY2, PTX), load_two(at + (s * 1024 + 8 * 64), EARLY2, PTX),
+                load_two(at + (s * 1024 + 4 * 64), EARLY2, PTX), load_two(at + (s * 1024 + 12 * 64), EARLY2, PTX),
             ),)  # fmt: skip
-            token = s * 16 + lane // 4
-            low = load_one(scales + (place + token) * 2 + warp // 2, FRESH1, PTX)
-            high = load_one(scales + (place + token + 8) * 2 + warp // 2, FRESH1, PTX)
-            steps = steps + ((  # noqa: RUF005
-                tl.where(token < last, half_words(low, warp % 2 == 1), 0.0),
-                tl.where(token + 8 < last, half_words(high, warp % 2 == 1), 0.0),
-            ),)  # fmt: skip
-        else:
+        own = scales + (place + warp * 16 + lane // 4) * 2
+        steps = load_two(own, EARLY2, PTX) + load_two(own + 16, EARLY2, PTX)
+    else:
+        for s in tl.static_range(4):
             # Behind the last token the last one again: its weight is zero, and nothing there may be NaN.
             four = ()
             for i in tl.static_range(4):
-                token = tl.minimum(s * 16 + lane % 4 * 2 + i // 2 * 8 + i % 2, last - 1)
+                token = tl.minimum(s * 16 + lane % 4 + i % 2 * 8 + i // 2 * 4, last - 1)
                 at = codes + (place + token) * 128 + warp * 32 + lane // 4 * 4
-                four = four + (load_four(at, FRESH4, PTX),)  # noqa: RUF005
+                four = four + (load_four(at, EARLY4, PTX),)  # noqa: RUF005
             values = values + (four,)  # noqa: RUF005
     return values, steps
 
 
 @triton.jit
+def page_steps(words, last):
+    """Value scales of the warp's token g, four, and of its token g + 8; zero from token `last` of the page on."""
+    token = tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 32)[None, :] // 4
+    near = token < last
+    far = token < last - 8
+    upper = half_values(tl.where(near, words[0], 0)) + half_values(tl.where(near, words[1], 0))
+    return upper + half_values(tl.where(far, words[2], 0)) + half_values(tl.where(far, words[3], 0))
+
+
+@triton.jit
 def value_halves(four, i: tl.constexpr, INT8: tl.constexpr, PTX: tl.constexpr):
-    """Two of the lane's dims 4 i .. 4 i + 3 at a time: for both (first, second) of tokens 2c and 2c + 1, then of
-    tokens 2c + 8 and 2c + 9. Eight words of fp16, the left operands of output tiles 2 i and 2 i + 1.
+    """Two of the lane's dims 4 i .. 4 i + 3 at a time: for both (first, second) of tokens c and c + 8, then of tokens
+    c + 4 and c + 12. Eight words of fp16, the left operands of output tiles 2 i and 2 i + 1.
     """
     if INT8:
         near = pairs_to_halves(four[0][i], four[1][i], PTX)

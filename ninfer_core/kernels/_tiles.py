@@ -22,13 +22,6 @@ class Tile(NamedTuple):
     warps: int
 
 
-class Attention(NamedTuple):
-    """Rows of a sequence that an attention program serves with one read of a page; whether it asks for keys ahead."""
-
-    rows: int
-    ahead: bool
-
-
 def steps(units: int, warps: int, most: int, multiple: int = 1) -> int:
     """Most steps, at most `most`, that divide a warp's share of `units` and are a multiple of `multiple`."""
     share = units // warps
@@ -70,8 +63,6 @@ class Family(NamedTuple):
     router: Tile = Tile(1, 16, 4)
     experts: Tile = Tile(2, 4, 8)
     mlp: Tile = Tile(4, 2, 8)
-    attention_rows: int = 2
-    attention_ahead: bool = False
     expert_registers: int | None = 128
     registers: int | None = 128
     early: bool = False
@@ -136,12 +127,12 @@ def mlp(matrix: KernelMatrix) -> Tile:
     return Tile(4, steps(matrix.groups, count, most.steps), count)
 
 
-def attention(codes: torch.Tensor) -> Attention:
-    """How attention programs take rows and pages; with bf16 pages the registers hold one row and no keys ahead."""
-    if codes.dtype != torch.int8:
-        return Attention(1, False)
-    most = family(codes)
-    return Attention(most.attention_rows, most.attention_ahead)
+def attention_rows(rows: int, codes: torch.Tensor) -> int:
+    """Rows of a sequence that an attention program serves with one read of a page; no bit depends on it.
+
+    With bf16 pages the registers hold one.
+    """
+    return next(n for n in (1, 2, 4) if n >= min(rows, 4)) if codes.dtype == torch.int8 else 1
 
 
 def most_splits(device: torch.device, kv_heads: int) -> int:

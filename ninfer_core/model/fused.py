@@ -17,7 +17,7 @@ from ..config import ModelConfig
 from ..errors import InvalidRequestError
 from ..kernels._order import Activation
 from ..kernels._tiles import most_splits
-from ..kernels.attention_decode import PAGE, AttentionWorkspace, attention, splits_of
+from ..kernels.attention_decode import PAGE, SHORT, AttentionWorkspace, attention, pages_of, splits_of
 from ..kernels.embedding_decode import embed
 from ..kernels.gated_delta_decode import gated_delta
 from ..kernels.head_decode import Candidates, greedy, head
@@ -80,7 +80,7 @@ class Workspace:
         width, hidden = config.gdn_value_width, config.hidden_size
         self.most = most_splits(card or self.device, config.num_key_value_heads)
         self.most_splits = max(FEWEST_SPLITS, splits_of(context + WINDOW, self.most))
-        self.parts = max(WINDOW, rows // 2) * self.most_splits
+        self.parts = max(max(WINDOW, rows // 2) * self.most_splits, rows * min(self.most_splits, SHORT))
         heads = config.num_attention_heads
         f32 = {"dtype": torch.float32, "device": device}
         bf16 = {"dtype": torch.bfloat16, "device": device}
@@ -114,12 +114,12 @@ class Workspace:
 
     def splits(self, tokens: int) -> int:
         """Attention splits of a call whose rows see up to `tokens` tokens: a power of two, or the most there are."""
-        need = max(FEWEST_SPLITS, -(-tokens // PAGE))
+        need = max(FEWEST_SPLITS, splits_of(tokens, self.most))
         return min(self.most_splits, 1 << (need - 1).bit_length())
 
     def pages(self, splits: int, pages: int) -> int:
         """Leading pages, of `pages` in a table, that a call with so many splits may look at."""
-        return pages if splits == self.most_splits else min(pages, splits)
+        return pages if splits == self.most_splits else min(pages, pages_of(splits))
 
     def rows_within(self, splits: int) -> int:
         """Most rows of a call with so many splits."""

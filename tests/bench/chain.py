@@ -162,7 +162,7 @@ def routing_cost(chain, steps=16):
     return found
 
 
-def context_times(T, bandwidth, tokens, tile=None, most=None):
+def context_times(T, bandwidth, tokens, most=None):
     """Microseconds of one attention layer over `tokens` tokens, its combine included, and the pages' floor."""
     pages = -(-(tokens + 8) // 64)
     copies = [kv_pages(pages) for _ in range(4)]  # more bytes than the cache
@@ -176,8 +176,6 @@ def context_times(T, bandwidth, tokens, tile=None, most=None):
 
     def run():
         for codes, scales in copies * 2:
-            attention.attention(
-                projected, gain, gain, cos, sin, codes, scales, table, lengths, work, out, heads=16, tile=tile
-            )
+            attention.attention(projected, gain, gain, cos, sin, codes, scales, table, lengths, work, out, heads=16)
 
     return {"us": graph_time(run, 9) / 8, "floor_us": tokens * 1056 / bandwidth / 1e6}

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from ninfer_core.kernels import _dequant, _tiles
-from ninfer_core.kernels._tiles import Attention, Tile
+from ninfer_core.kernels._tiles import Tile
 from tests.bench.chain import PARTS, Chain, context_times, routing_cost, run_chain
 from tests.bench.common import Record
 from tests.bench.kernel_checks import CHECKS, faults
@@ -49,9 +49,6 @@ FAMILY = {
     "router 2 8 4": {"router": Tile(2, 8, 4)},
     "up 2 2 8": {"experts": Tile(2, 2, 8)},
     "up 2 1 16": {"experts": Tile(2, 1, 16)},
-    "keys ahead": {"attention_ahead": True},
-    "one row": {"attention_rows": 1},
-    "one row, ahead": {"attention_rows": 1, "attention_ahead": True},
     "early, out 2 8 16": {"early": True, "residual": Tile(2, 8, 16)},
     "early, in 1 8 4": {"early": True, "projection": Tile(1, 8, 4)},
 }
@@ -62,14 +59,11 @@ LOADS = {
     "plain loads": "",
 }
 """Qualifiers of weight loads; a process of its own each, as kernels keep the first they saw."""
-FIRST = ("default", "early", *LOADS, "free registers", "keys ahead", "out 2 8 16")
+FIRST = ("default", "early", "ahead 4", "ahead 8", "ahead 12", "ahead 18", "early, ahead 8", "early, ahead 12")
 """What answers the open questions; everything else comes behind the contexts and routings."""
 CONTEXTS = (7_680, 130_048, 260_096)
-ATTENTION = {
-    "default": (None, 1.0), "keys ahead": (Attention(2, True), 1.0), "two a multiprocessor": (None, 2 / 3),
-    "keys ahead, two": (Attention(2, True), 2 / 3), "four": (None, 4 / 3), "one row": (Attention(1, False), 1.0),
-}  # fmt: skip
-"""How programs take pages; splits as a share of the default."""
+ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}
+"""Splits as a share of the default."""
 
 
 @contextmanager
@@ -207,11 +201,11 @@ def sweep(options: argparse.Namespace) -> None:
             run.variant(name, rows, bandwidth)
     for tokens in CONTEXTS:
         for rows in counts:
-            for name, (tile, share) in ATTENTION.items():
+            for name, share in ATTENTION.items():
                 most = int(share * _tiles.most_splits(torch.device("cuda", 0), 2))
                 run.add(
                     f"attention, {tokens} tokens, {rows} rows, {name}",
-                    lambda a=(rows, bandwidth, tokens, tile, min(256, most)): context_times(*a),
+                    lambda a=(rows, bandwidth, tokens, most): context_times(*a),
                 )
     for rows in counts:
         run.add(f"routing, {rows} rows", lambda rows=rows: routing_cost(run.chain(rows)), 6.0)

@@ -159,17 +159,19 @@ def cases(full: bool = False):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, PAIRS, {
             "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
         }  # fmt: skip
-    heads = {"H": 16, "KH": 2, "MOST": 198}
-    for rows, block, int8 in ((1, 1, True), (4, 2, True), (4, 1, False)) if full else ((1, 1, True), (1, 1, False)):
+    heads = {"H": 16, "KH": 2, "MOST": 128}
+    for rows, block, int8 in (
+        ((1, 1, True), (2, 2, True), (4, 4, True), (4, 1, False)) if full else ((1, 1, True), (1, 1, False))
+    ):
         yield (
             f"attention {'INT8' if int8 else 'bf16'} R={rows}",
             attention_decode.attention_split_kernel,
             4,
             ATTENTION if int8 else BF16_PAGES,
-            heads | {"R": rows, "ROWS": block, "AHEAD": False, "INT8": int8},
+            heads | {"R": rows, "ROWS": block, "INT8": int8},
         )
     yield "attention combine", attention_decode.attention_combine_kernel, 4, {"q_out": "*i32"}, heads | {
-        "R": 1, "BLOCK": 256,
+        "R": 1, "BLOCK": 128,
     }  # fmt: skip
 
 

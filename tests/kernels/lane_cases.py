@@ -208,7 +208,8 @@ def workspace():
     work = Workspace(config_from_dict({"text_config": text}, "ninfer-demo"), "meta", context=65536)
     for tokens in (1, 1024, 1025, 16_000, 65_536, 65_544):
         splits, pages = work.splits(tokens), -(-tokens // 64)
-        assert splits >= min(pages, work.most) and work.rows_within(splits) * splits <= work.parts
+        needed = max(page // (max(page // work.most, min(page // 64, 1)) + 1) + 1 for page in range(pages))
+        assert splits >= needed and work.rows_within(splits) * splits <= work.parts
         assert work.pages(splits, 1030) >= pages
     assert work.splits(65_536) == work.most and work.splits(1025) == 32
     assert work.rows_within(work.splits(8_192)) == 64 and work.rows_within(work.splits(65_536)) == 32
