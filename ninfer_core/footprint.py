@@ -214,10 +214,11 @@ def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int
         mlp = rows * 2 * (3 * inner + hidden)
     widest = max(config.conv_channels + value, 2 * (query + kv), 2 * inner)
     scratch = 2 * min(widest * max(hidden, inner), SCRATCH)
-    rest = rows * hidden * (8 + (4 if config.mtp_num_hidden_layers else 0)) + scratch
+    drafts = rows * (10 * hidden + 4 * (query + kv)) if config.mtp_num_hidden_layers else 0
+    rest = rows * hidden * 8 + scratch
     rest += rows * (8 * hidden + 2 * query + 4 * config.num_attention_heads)  # what lives for one chunk
     routers = config.num_hidden_layers * router * hidden * 2 if config.is_moe else 0
-    return max(gdn, attention, mlp) + rest + routers + config.num_hidden_layers * max(1, config.num_experts) * 4
+    return max(gdn, attention, mlp, drafts) + rest + routers + config.num_hidden_layers * max(1, config.num_experts) * 4
 
 
 # --- what a model needs ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..kernels.norm import rms_norm
 from ..kernels.rope import rope_tables
 from ..state import GdnLayer, KVLayer, State
 from ..weights import AttentionMixer, GdnMixer, Layer, Mlp, Weights
+from .prompt_chunk import PromptChunk, layer_operations
 
 Indices = Tensor | Sequence[int]
 
@@ -130,8 +131,12 @@ class Decoder:
             self._layers.append((make(layer, layer.mixer, config), counts[kind]))  # type: ignore[arg-type]
             counts[kind] += 1
 
+    def costs(self, start: int, rows: int) -> list[float]:
+        """About the operations of every layer for the prompt rows of tokens `start .. start + rows - 1`."""
+        return layer_operations(self.config, start, rows)
+
     @torch.inference_mode()
-    def prefill(
+    def begin(
         self,
         state: State,
         tokens: Tensor,
@@ -140,8 +145,10 @@ class Decoder:
         page_table: Indices,
         positions: Tensor | None = None,
         embeddings: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Run one chunk of a prompt; the state advances by all its rows.
+    ) -> PromptChunk:
+        """Begin one chunk of a prompt. Behind its last layer the state has advanced by all its rows.
+
+        Between two layers anything may run for other sequences. Who gives the chunk up gives its state up too.
 
         Args:
             state: device state; the slot must have no pending window (`flush` first). With `start` 0 the slot's old
@@ -154,7 +161,7 @@ class Decoder:
             embeddings: `(rows [M], features [M, E])`: rows of this call that take a vision feature, not an embedding.
 
         Returns:
-            Final-normed hidden rows `[T, E]`.
+            The chunk, whose result are final-normed hidden rows `[T, E]`.
 
         Raises:
             InvalidRequestError: the page table is too short.
@@ -167,13 +174,34 @@ class Decoder:
         x = embedding(as_index(tokens, self.device), self.weights.embedding)
         if embeddings is not None:
             x.index_copy_(0, as_index(embeddings[0], self.device), embeddings[1].to(x))
-        x = call.pad(x)
-        for runner, index in self._layers:
+        return PromptChunk(self._run(state, call.pad(x), call), self.costs(start, call.real))
+
+    @torch.inference_mode()
+    def _run(self, state: State, x: Tensor, call: ChunkCall) -> Iterator[Tensor | None]:
+        """The layers of a chunk, one a step."""
+        last = self._layers[-1]
+        for layer in self._layers:
+            runner, index = layer
             if isinstance(runner, GdnLayerRunner):
                 x = runner.chunk(x, state.gdn[index], call)
             else:
                 x = runner.chunk(x, state.kv[index], call)
-        return rms_norm(x[: call.real], self.weights.final_gain, self.config.rms_norm_eps)
+            if layer is not last:
+                yield None
+        yield rms_norm(x[: call.real], self.weights.final_gain, self.config.rms_norm_eps)
+
+    def prefill(
+        self,
+        state: State,
+        tokens: Tensor,
+        slot: int,
+        start: int,
+        page_table: Indices,
+        positions: Tensor | None = None,
+        embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Run one chunk of a prompt; see `begin`. Final-normed hidden rows `[T, E]`."""
+        return self.begin(state, tokens, slot, start, page_table, positions, embeddings).finish()
 
     @torch.inference_mode()
     def verify(

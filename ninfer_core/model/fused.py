@@ -6,7 +6,7 @@ Rows of a call lie in one `Workspace` of fixed buffers, so that a call can be ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from ..kernels.rows_decode import draft_input, finish_rows, quantize_rows, rope_
 from ..packed import PackedAttention, PackedGdn, PackedLayer, PackedMoe, PackedWeights
 from ..state import RING, DeltaState, FusedState, KVLayer
 from .decoder import Indices
+from .prompt_chunk import PromptChunk, layer_operations
 
 if TYPE_CHECKING:
     from .fused_prefill import FusedPrefill
@@ -323,7 +324,43 @@ class FusedDecoder:
             found.append(self.choose(part.shape[0], self.config.vocab_size)[0].clone())
         return torch.cat(found).view(*h.shape[:-1], -1)
 
+    def costs(self, start: int, rows: int) -> list[float]:
+        """See `Decoder.costs`."""
+        return layer_operations(self.config, start, rows)
+
+    def begin(
+        self,
+        state: FusedState,
+        tokens: Tensor,
+        slot: int,
+        start: int,
+        page_table: Indices,
+        positions: Tensor | None = None,
+        embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> PromptChunk:
+        """Begin one chunk of a prompt; see `Decoder.begin`. Without the prefill kernels all layers are one step."""
+        if self.chunks is not None:
+            return self.chunks.begin(state, tokens, slot, start, page_table, positions, embeddings)
+        if positions is not None or embeddings is not None:
+            raise InvalidRequestError("media rows need the prefill kernels", param="messages")
+        cost = sum(self.costs(start, tokens.shape[0]))
+        return PromptChunk(self._windows(state, tokens, slot, start, page_table), [cost])
+
     @torch.inference_mode()
+    def _windows(
+        self, state: FusedState, tokens: Tensor, slot: int, start: int, page_table: Indices
+    ) -> Iterator[Tensor]:
+        """The rows of a chunk as a round runs them, window by window, in one step."""
+        if start == 0:
+            state.clear_slot(slot)
+        table = self._int32(page_table)[None]
+        found, pending = [], 0
+        for part in self._int32(tokens).split(WINDOW):
+            found.append(self.verify(state, part[None], [slot], [start], [pending], table, [0])[0])
+            start, pending = start + part.shape[0], part.shape[0]
+        self.flush(state, [slot], [pending], [start])
+        yield torch.cat(found)
+
     def prefill(
         self,
         state: FusedState,
@@ -335,19 +372,7 @@ class FusedDecoder:
         embeddings: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one chunk of a prompt; see `Decoder.prefill`. The state advances by all its rows."""
-        if self.chunks is not None:
-            return self.chunks.chunk(state, tokens, slot, start, page_table, positions, embeddings)
-        if positions is not None or embeddings is not None:
-            raise InvalidRequestError("media rows need the prefill kernels", param="messages")
-        if start == 0:
-            state.clear_slot(slot)
-        table = self._int32(page_table)[None]
-        found, pending = [], 0
-        for part in self._int32(tokens).split(WINDOW):
-            found.append(self.verify(state, part[None], [slot], [start], [pending], table, [0])[0])
-            start, pending = start + part.shape[0], part.shape[0]
-        self.flush(state, [slot], [pending], [start])
-        return torch.cat(found)
+        return self.begin(state, tokens, slot, start, page_table, positions, embeddings).finish()
 
 
 class FusedMTP:

@@ -3,6 +3,8 @@
 A chunk of up to `rows` rows of one sequence runs through the layers as matrix products on tensor cores. All buffers are
 made once (`PrefillWorkspace`); nothing in a chunk reads the device from the host. What the state holds afterwards is
 what the decode kernels read next: the recurrent state committed, the last rows of the convolution in the ring.
+
+A chunk may wait between two layers (`PromptChunk`): rounds, and rows of the draft layer for other sequences, run then.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ..kernels.rope import rope_tables
 from ..packed_tree import PackedAttention, PackedGdn, PackedLayer, PackedMlp, PackedMoe, PackedWeights
 from ..state import DeltaState, FusedState, KVLayer
 from .decoder import Indices
+from .prompt_chunk import PromptChunk, layer_operations
 
 SCRATCH = 64 << 20
 """Values of the scratch that dense weights are opened into, 128 MB: a wider matrix is opened and used in parts."""
@@ -127,6 +130,23 @@ class _MlpBuffers:
         return _MlpBuffers(b.take(rows, 2 * inner), b.take(rows, inner), b.take(rows, config.hidden_size)), b.used
 
 
+@dataclass(frozen=True, slots=True)
+class _DraftBuffers:
+    """Of the draft layer's rows: none is a buffer that a chunk of the trunk holds between two layers."""
+
+    proj: Tensor
+    x: Tensor
+    u: Tensor
+    pair: Tensor
+
+    @staticmethod
+    def take(memory: Tensor | None, config: ModelConfig, rows: int) -> tuple[_DraftBuffers, int]:
+        b, hidden = _Buffers(memory), config.hidden_size
+        proj = b.take(rows, 2 * (config.query_width + config.kv_width))
+        x, u = b.take(rows, hidden, dtype=torch.float32), b.take(rows, hidden)
+        return _DraftBuffers(proj, x, u, b.take(rows, 2 * hidden)), b.used
+
+
 def router_rows(experts: int) -> int:
     """Rows of the padded router: the experts, the shared gate, zeros up to a multiple of 8."""
     return -(-(experts + 1) // 8) * 8
@@ -135,7 +155,8 @@ def router_rows(experts: int) -> int:
 class PrefillWorkspace:
     """Buffers for chunks of up to `rows` rows that end within `context` tokens.
 
-    The parts of a layer follow each other, so that their buffers are views of the same memory.
+    The parts of a layer follow each other, so that their buffers are views of the same memory, and so are those of the
+    draft layer. Between two layers a chunk holds `x`, `u` and `counts`.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str, *, rows: int, context: int) -> None:
@@ -145,14 +166,12 @@ class PrefillWorkspace:
             _GdnBuffers.take(None, config, rows)[1],
             _AttentionBuffers.take(None, config, rows, context)[1],
             self._ffn_bytes(rows),
+            _DraftBuffers.take(None, config, rows)[1] if config.mtp_num_hidden_layers else 0,
         ]
         self.memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
         hidden = config.hidden_size
         self.x = torch.empty(rows, hidden, device=device)
         self.u = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
-        self.pair = torch.empty(
-            rows if config.mtp_num_hidden_layers else 0, 2 * hidden, dtype=self.u.dtype, device=device
-        )
         self.out = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
         widest = max(config.conv_channels + config.gdn_value_width, 2 * (config.query_width + config.kv_width))
         most = max(widest, 2 * config.intermediate_size) * max(hidden, config.intermediate_size)
@@ -181,6 +200,7 @@ class _Views:
         self.attention = _AttentionBuffers.take(memory, config, work.rows, tokens)[0]
         self.moe = lru_cache(4)(lambda rows, tokens: _MoeBuffers.take(memory, config, rows, tokens)[0])
         self.mlp = lru_cache(4)(lambda rows: _MlpBuffers.take(memory, config, rows)[0])
+        self.drafts = lru_cache(4)(lambda rows: _DraftBuffers.take(memory, config, rows)[0])
 
 
 def prefill_bytes(config: ModelConfig, rows: int, context: int) -> int:
@@ -223,6 +243,7 @@ class FusedPrefill:
         self._views = _Views(self.work)
         self.fused = fused_attention(weights.final_norm)
         self.routers = [self._router(layer.ffn) for layer in weights.layers]
+        self._begun = 0
 
     def _router(self, ffn: PackedMoe | PackedMlp) -> Tensor | None:
         """Router and shared gate with zero rows up to a multiple of 8, columns in operand order."""
@@ -249,7 +270,7 @@ class FusedPrefill:
                 yield
 
     @torch.inference_mode()
-    def chunk(
+    def begin(
         self,
         state: FusedState,
         tokens: Tensor,
@@ -258,31 +279,40 @@ class FusedPrefill:
         page_table: Indices,
         positions: Tensor | None = None,
         embeddings: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Run one chunk of a prompt; the state advances by all its rows. See `Decoder.prefill`.
+    ) -> PromptChunk:
+        """Begin a chunk of a prompt, whose hidden rows are fp32; see `Decoder.begin`.
 
-        Returns:
-            Final-normed hidden rows `[T, E]` fp32.
+        The workspace is that of one chunk: one that waits between its layers while another begins cannot go on.
 
         Raises:
             InvalidRequestError: more rows or tokens than the workspace holds, or a page table that is too short.
         """
         call = self._call(tokens, slot, start, page_table, positions)
-        layers, w = self.weights.layers, self.weights
         x, u = self.work.x[: call.rows], self.work.u[: call.rows]
+        self._begun += 1
         self._embed(tokens, embeddings, x)
-        add_norm(x, None, layers[0].input_norm, u, self.eps)
+        add_norm(x, None, self.weights.layers[0].input_norm, u, self.eps)
         self.work.counts.zero_()
-        hidden = torch.empty_like(x)
-        counts = [0, 0]
+        return PromptChunk(self._run(state, call, self._begun), layer_operations(self.config, start, call.rows))
+
+    @torch.inference_mode()
+    def _run(self, state: FusedState, call: _Chunk, number: int) -> Iterator[Tensor | None]:
+        """The layers of the chunk that was begun as the `number`-th, one a step."""
+        layers, u, counts = self.weights.layers, self.work.u[: call.rows], [0, 0]
         for i, layer in enumerate(layers):
+            if number != self._begun:
+                raise RuntimeError("another prompt chunk has begun in the workspace of this one")
             attends = isinstance(layer.mixer, PackedAttention)
             stores = state.kv if attends else state.gdn
             self._mixer(layer.mixer, stores[counts[attends]], call)
             counts[attends] += 1
-            last = i + 1 == len(layers)
-            self._ffn(layer, i, call.rows, w.final_norm if last else layers[i + 1].input_norm, hidden if last else u)
-        return hidden
+            if i + 1 < len(layers):
+                self._ffn(layer, i, call.rows, layers[i + 1].input_norm, u)
+                yield None
+                continue
+            hidden = torch.empty_like(self.work.x[: call.rows])
+            self._ffn(layer, i, call.rows, self.weights.final_norm, hidden)
+            yield hidden
 
     @torch.inference_mode()
     def fill_drafts(
@@ -298,14 +328,15 @@ class FusedPrefill:
         """Store the draft layer's keys and values of rows `start .. start + T - 1`. See `MTP.prefill`.
 
         Raises:
-            InvalidRequestError: no draft layer, or as `chunk`.
+            InvalidRequestError: no draft layer, or as `begin`.
         """
         mtp = self.weights.mtp
         if mtp is None:
             raise InvalidRequestError("these weights hold no draft layer (mtp/ objects); use 0 draft tokens")
         call = self._call(tokens, 0, start, page_table, positions)
         work, width, rows = self.work, self.config.hidden_size, call.rows
-        x, u, pair, out = work.x[:rows], work.u[:rows], work.pair[:rows], work.out[:rows]
+        own, out = self._views.drafts(rows), work.out[:rows]
+        x, u, pair, proj = own.x, own.u, own.pair, own.proj
         self._embed(tokens, embeddings, x)
         add_norm(x, None, mtp.embedding_norm, pair[:, :width], self.eps)
         add_norm(hidden.contiguous(), None, mtp.hidden_norm, pair[:, width:], self.eps)
@@ -314,7 +345,6 @@ class FusedPrefill:
         mixer, kv = mtp.layer.mixer, state.mtp_kv[0]
         assert isinstance(mixer, PackedAttention)
         queries, values = self.config.query_width, self.config.kv_width
-        proj = self._views.attention.proj[:rows]
         for first, last in ((queries, queries + values), (2 * queries + values, 2 * (queries + values))):
             packed_product(u, rows_of(mixer.proj, first, last), work.scratch, proj[:, first:last])
         attention.append(

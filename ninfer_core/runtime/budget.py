@@ -1,7 +1,8 @@
-"""How long prompt chunks take, measured, and so how many of them may run between two rounds of the running streams.
+"""How long prompt chunks take, measured, and so how much of them may run between two rounds of the running streams.
 
-A stream must never wait longer than one whole chunk takes. Chunks have the sizes that their prompts give them, so what
-the time decides is their number alone: several short ones run where one long one would.
+A stream must never wait much longer than `PIECE`. Chunks have the sizes that their prompts give them, and the first
+bits of a token do not depend on when its layers run: so a long chunk stops between two layers, and several short ones
+run where one long one would.
 """
 
 from __future__ import annotations
@@ -13,32 +14,38 @@ import torch
 
 from .pace import Cost
 
-PARTS = 8
-"""Sizes of chunks that are told apart."""
+PIECE = 0.04
+"""Seconds of a device that prompts may take between two rounds."""
+ROUNDS = 2
+"""Rounds whose time they may take where that is more: a slow device must get on with prompts too."""
+SIZES = 20
+"""Sizes of chunks that are told apart, each twice the one before."""
 
 
 class ChunkTimes:
-    """Seconds of prompt chunks by their number of tokens. `chunk`: tokens of a whole one."""
+    """Seconds of an operation in prompt chunks, by their number of tokens. `piece`: seconds, see `PIECE`."""
 
-    def __init__(self, chunk: int) -> None:
-        self._chunk = chunk
-        self._costs = [Cost(0.2) for _ in range(PARTS + 1)]
+    def __init__(self, piece: float = PIECE) -> None:
+        self.piece = piece
+        self._costs = [Cost(0.2) for _ in range(SIZES)]
 
-    def _part(self, tokens: int) -> int:
-        return min(PARTS, -(-tokens * PARTS // self._chunk))
+    def measured(self, tokens: int, operations: float, seconds: float) -> None:
+        """Layers of a chunk of so many tokens took so long."""
+        self._costs[_size(tokens)].add(seconds / operations)
 
-    def measured(self, tokens: int, seconds: float) -> None:
-        """A chunk of so many tokens took so long."""
-        self._costs[self._part(tokens)].add(seconds)
+    def expected(self, tokens: int, operations: float) -> float | None:
+        """Seconds of layers of a chunk of so many tokens; None if none as long or longer was measured.
 
-    def expected(self, tokens: int) -> float | None:
-        """What a chunk takes, by those that were as long or longer; None if none was."""
-        return next((c.known for c in self._costs[self._part(tokens) :] if c.known is not None), None)
+        Where only longer ones were, it is taken to need as long as they do.
+        """
+        for longer, cost in enumerate(self._costs[_size(tokens) :]):
+            if cost.known is not None:
+                return cost.known * operations * 2**longer
+        return None
 
-    @property
-    def whole(self) -> float | None:
-        """What a whole chunk takes; None if none was read yet."""
-        return self.expected(self._chunk)
+
+def _size(tokens: int) -> int:
+    return min(SIZES - 1, (tokens - 1).bit_length())
 
 
 class Stopwatch:

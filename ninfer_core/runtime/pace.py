@@ -124,6 +124,11 @@ class Pacer:
         found = ((k, self._costs.get((k, crowd))) for k in range(self._most + 1))
         return {k: cost.seconds for k, cost in found if cost is not None and cost.known is not None}
 
+    def expected(self, sequences: int) -> float:
+        """Seconds of a round of so many sequences at the depth of now; 0 if that is not known."""
+        known = self._known(sequences)
+        return known.get(self.depth, known.get(0, 0.0))
+
     # the depth of all
 
     def look(self, paces: Sequence[Pace]) -> None:

@@ -1,7 +1,7 @@
 """The device state of all running sequences, and the only place that moves a cursor.
 
-Verbs: `open` a sequence (reserve its pages and slot), `prefill` one chunk of it, `round` over those that decode,
-`close` it (give everything back).
+Verbs: `open` a sequence (reserve its pages and slot), `prefill` one chunk of it or a piece of one, `round` over those
+that decode, `close` it (give everything back).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from ..model.mtp import MTP
 from ..model.vision import VisionTower
 from ..state import FusedState, State
 from ..types import TokenLogprob
-from .budget import ChunkTimes, Stopwatch
+from .budget import ROUNDS
 from .flights import Flights, LaneRounds
 from .media import PromptMedia
 from .options import PAGE
 from .pace import Pacer
+from .pieces import Pieces, Reading
 from .prefix import Kind
 from .reuse import Reuse, Seat, chunk_ends, prompt_keys, worth
 from .rounds import Rounds, Window
@@ -81,8 +82,8 @@ class Runner:
         # What the loop's thread does, step by step, while nothing runs.
         self.warming: Iterator[None] = iter(())
         self._tower = tower
-        self._clock, self._watch = clock, Stopwatch(self._device, clock)
-        self.times = ChunkTimes(prefill_chunk)
+        self._clock = clock
+        self.pieces = Pieces(decoder, state, self._device, clock)
         self._pacer = Pacer(self.draft_tokens, enabled=adaptive)
         self._flights = Flights(lanes, self._pacer, self.draft_tokens, self) if lanes is not None else None
 
@@ -145,6 +146,7 @@ class Runner:
         """
         if self._flights is not None:
             self._flights.leave(sequence)
+        self.pieces.leave(sequence)
         self.pages.give(sequence.pages)
         if sequence.slot >= 0:
             self.slots.give([sequence.slot])
@@ -171,17 +173,19 @@ class Runner:
         The sequences of before have ended and must not be closed after this.
         """
         held = self.pages.held
+        self.pieces.reading = None
         self.reuse.clear()
         if self._flights is not None:
             self._flights.clear()
         self._state.clear_pages(held)
 
     def probe(self) -> bool:
-        """Make one token in a free slot, to see whether the device still works; False if no slot or page is free.
+        """Make one token in a free slot, to see whether the device still works.
 
-        Raises whatever the model raises; FloatingPointError if the logits are not finite.
+        False if that cannot be tried now: no slot or page is free, or a chunk waits between its layers. Raises whatever
+        the model raises; FloatingPointError if the logits are not finite.
         """
-        slots = self.slots.take(1)
+        slots = self.slots.take(1) if self.pieces.reading is None else None
         pages = self.reuse.take_pages(1) if slots else None
         try:
             if not slots or not pages:
@@ -219,39 +223,44 @@ class Runner:
 
     # prefill
 
-    def prefill(self, sequence: Running) -> None:
+    def prefill(self, sequence: Running, room: float | None = None) -> bool:
         """Read one chunk. Where chunks end follows from the prompt alone, so equal prompts give equal bits.
 
         While the chunk needs features that are not there, one step of the vision tower instead. Behind the last chunk
         the first token is sampled and delivered.
+
+        With `room` the chunk stops before the layer that would take it beyond so many seconds, at the first at the
+        earliest, and once more in front of what follows its last layer: that waits for the device, and a round that was
+        launched before is read sooner if it need not. False: it has stopped, and no other chunk may begin until it is
+        over or its sequence is closed.
         """
         start, end = self._next_chunk(sequence)
-        media = sequence.media
-        if media is not None and media.work(start, end):
-            return
-        stop = self._watch.start()
-        hidden = self._decoder.prefill(
-            self._state,
-            torch.tensor(sequence.tokens[start:end], device=self._device),
-            sequence.slot,
-            start,
-            sequence.table,
-            media.positions(start, end) if media is not None else None,
-            media.embeddings(start, end) if media is not None else None,
-        )
+        before = self.pieces.reading
+        if before is None and sequence.media is not None and sequence.media.work(start, end):
+            return True
+        reading = self.pieces.begin(sequence, start, end)
+        waited = before is not None and not reading.chunk.left
+        if not self.pieces.advance(room) or not (room is None or before is None or waited):
+            return False
+        self.pieces.leave(sequence)
+        self._finish(reading)
+        return True
+
+    def _finish(self, reading: Reading) -> None:
+        """What follows the last layer of a chunk: the cursor, the draft layer, checkpoints, the first token."""
+        sequence, end, hidden = reading.sequence, reading.end, reading.hidden
         sequence.length = end
         if end == sequence.target and len(sequence.tokens) == end:
             logits = self._decoder.logits(hidden[-1:]).cpu()
             self._emit(sequence, logits, [], drafted=None)
         if self._has_mtp:
             self._fill_drafts(sequence, hidden)
-        if media is not None:
-            media.drop(end)
+        if sequence.media is not None:
+            sequence.media.drop(end)
         if end in sequence.wanted and bool(hidden[-1].isfinite().all()):
             self._keep(sequence, sequence.keys, *sequence.wanted[end])
         if self._has_mtp and not sequence.prefilling and not sequence.session.ended:
             self._resume_drafts(sequence)
-        stop(lambda seconds: self.times.measured(end - start, seconds))
         if self.after_chunk is not None:
             self.after_chunk(sequence)
 
@@ -260,11 +269,15 @@ class Runner:
         return start, sequence.ends[bisect_right(sequence.ends, start)]
 
     def chunk_seconds(self, sequence: Running) -> float | None:
-        """What the next call of `prefill` will take, by those before; None if that is not known."""
+        """What the layers of the next chunk will take, or what is left of this one; None if that is not known."""
         start, end = self._next_chunk(sequence)
         if sequence.media is not None and not sequence.media.ready(start, end):
             return None
-        return self.times.expected(end - start)
+        return self.pieces.seconds(sequence, start, end)
+
+    def piece_seconds(self, decoding: int) -> float:
+        """For how long prompts may be read between two rounds of so many sequences."""
+        return max(self.pieces.times.piece, ROUNDS * self._pacer.expected(decoding))
 
     def _fill_drafts(self, sequence: Running, hidden: Tensor) -> None:
         """Draft-layer rows under the last `hidden` rows of the state: each needs the token after it, so one waits."""

@@ -1,7 +1,7 @@
 """Waiting and running requests: admission, fair prefill, rounds, cancellation, deadlines, and what to do with faults.
 
-First in, first out within a priority. One `step` of the loop reads prompts for at most as long as one chunk takes and
-does one round of all decoding sequences, so a long prompt never holds a running stream up for more than one chunk.
+First in, first out within a priority. One `step` of the loop reads prompts for at most as long as a piece of a chunk
+may take and does one round of all decoding sequences, so a long prompt never holds a running stream up for longer.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Scheduler:
         return self._closed is not None
 
     def step(self) -> bool:
-        """End what must end, admit, read one chunk, run one round. False if there was nothing to do."""
+        """End what must end, admit, read a chunk or a piece, run one round. False if there was nothing to do."""
         with self._lock:
             self._changed = False
             closed = self._closed
@@ -253,13 +253,21 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[0] is not session]
 
     def _read(self) -> None:
-        """A chunk of the prompt whose turn it is, then others while all together take no longer than a whole one."""
-        left, sequence = self._runner.times.whole, self._prefilling[0]
+        """The prompt whose turn it is: a whole chunk, or where sequences decode no more than a piece of one.
+
+        Where the chunk ends early, others follow that fit into the rest of the time as a whole. The time is that of the
+        device. No more than one piece is launched beyond the one that runs, since a round follows each, and reads the
+        one before.
+        """
+        sequence = self._prefilling[0]
+        if not self._decoding:
+            self._chunk(sequence, None)
+            return
+        left = self._runner.piece_seconds(len(self._decoding))
         while True:
             cost = self._runner.chunk_seconds(sequence)
-            self._chunk(sequence)
-            if not self._decoding or left is None or cost is None:
-                return  # nobody waits, or it is not known how long
+            if not self._chunk(sequence, left) or cost is None:
+                return
             left -= cost
             costs = ((other, self._runner.chunk_seconds(other)) for other in self._prefilling)
             found = next((other for other, cost in costs if cost is not None and cost <= left), None)
@@ -267,23 +275,27 @@ class Scheduler:
                 return
             sequence = found
 
-    def _chunk(self, sequence: Running) -> None:
-        """One chunk of a prompt, which then is the last in turn."""
+    def _chunk(self, sequence: Running, room: float | None) -> bool:
+        """One chunk of a prompt, which then is the last in turn; False if there was room for a piece of it alone."""
         with self._lock:
             self._prefilling.remove(sequence)
-            self._prefilling.append(sequence)
-        self.totals.chunks += 1
+            self._prefilling.appendleft(sequence)
         try:
-            self._runner.prefill(sequence)
+            over = self._runner.prefill(sequence, room)
         except Exception as error:
+            self.totals.chunks += 1
             self._fault(sequence, error)
-            return
+            return True
+        if not over:
+            return False
+        self.totals.chunks += 1
         if sequence.session.ended:
             self._retire(sequence)
-        elif not sequence.prefilling:
-            with self._lock:
-                self._prefilling.remove(sequence)
-                self._decoding.append(sequence)
+            return True
+        with self._lock:
+            self._prefilling.popleft()
+            (self._prefilling if sequence.prefilling else self._decoding).append(sequence)
+        return True
 
     def _round(self) -> None:
         """One round of everything that decodes, in groups of equal shape."""

@@ -70,13 +70,13 @@ class Bench:
         """Read a prompt, without the draft layer; `last` has the hidden rows of its last chunk."""
         for start in range(0, count, self.run.work.rows):
             part = self.tokens[start : min(start + self.run.work.rows, count)]
-            self.last = self.run.chunk(self.state, part, 1, start, self.table)
+            self.last = self.run.begin(self.state, part, 1, start, self.table).finish()
 
     def with_drafts(self, count: int) -> int:
         """Read a prompt as the engine does, keys and values of the draft layer too; the first token, greedily."""
         for start in range(0, count, self.run.work.rows):
             part = self.tokens[start : min(start + self.run.work.rows, count)]
-            hidden = self.run.chunk(self.state, part, 1, start, self.table)
+            hidden = self.run.begin(self.state, part, 1, start, self.table).finish()
             if start + part.shape[0] == count:
                 token = int(self.decoder.logits(hidden[-1:]).argmax())
             self.run.fill_drafts(self.state, part, hidden, start, self.table)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import torch
 
+from ninfer_core.model.prompt_chunk import PromptChunk
 from ninfer_core.runtime.flights import Result
 from ninfer_core.runtime.handle import RequestHandle
 from ninfer_core.runtime.reuse import Reuse
@@ -151,6 +152,11 @@ class HashHost:
 
 
 class HashDecoder:
+    """`layers`: steps of a prompt chunk, each of which `ran` sees with its rows; the state is torn until the last."""
+
+    def __init__(self, layers=1):
+        self.layers, self.begun, self.ran = layers, 0, lambda rows: None
+
     def _run(self, state, tokens, start, table, value):
         rows = []
         for token in tokens:
@@ -159,14 +165,27 @@ class HashDecoder:
         state.write(state.trunk, table, start, rows)
         return [value for _, value in rows]
 
-    def prefill(self, state, tokens, slot, start, table, positions=None, embeddings=None):
+    def costs(self, start, rows):
+        return [float(rows)] * self.layers
+
+    def begin(self, state, tokens, slot, start, table, positions=None, embeddings=None):
         assert positions is None and embeddings is None  # text only
+        self.begun += 1
+        return PromptChunk(self._steps(state, tokens, slot, start, table, self.begun), self.costs(start, len(tokens)))
+
+    def _steps(self, state, tokens, slot, start, table, number):
         state.check(slot, table, start)
         value, length, window = state.slots[slot]
         assert state.rings or not window, "a prompt chunk with a window pending"
-        hidden = self._run(state, tokens.tolist(), start, table, value)
-        state.slots[slot] = (hidden[-1], length + len(hidden), [])
-        return torch.tensor(hidden)[:, None]
+        for left in reversed(range(self.layers)):
+            self.ran(len(tokens))
+            assert number == self.begun, "another chunk has begun between the layers of this one"
+            hidden = self._run(state, tokens.tolist(), start, table, value)
+            state.slots[slot] = (None, None, []) if left else (hidden[-1], length + len(hidden), [])
+            yield None if left else torch.tensor(hidden)[:, None]
+
+    def prefill(self, *args):
+        return self.begin(*args).finish()
 
     def flush(self, state, slots, commit, lengths):
         for slot, count, after in zip(slots, commit, lengths, strict=True):
@@ -299,7 +318,10 @@ class Landed:
 
 
 class Machine:
-    """Runner and scheduler over the hash model, stepped by hand; `lanes`: with rounds on a device of its own."""
+    """Runner and scheduler over the hash model, stepped by hand; `lanes`: with rounds on a device of its own.
+
+    `layers`: see `HashDecoder`.
+    """
 
     def __init__(
         self,
@@ -314,6 +336,7 @@ class Machine:
         slow=False,
         cost=None,
         clock=time.perf_counter,
+        layers=1,
         **options,
     ):
         self.state = HashState(slots + checkpoints, pages)
@@ -322,7 +345,7 @@ class Machine:
             self.state, slots=slots, pages=pages, checkpoints=checkpoints, chunk=chunk, host=self.host, **options
         )
         mtp = HashMTP() if drafts else None
-        decoder, self.state.rings = HashDecoder(), lanes
+        decoder, self.state.rings = HashDecoder(layers), lanes
         self.device = HashRounds(self.state, decoder, mtp, cost) if lanes else None
         self.runner = Runner(decoder, mtp, self.state, reuse=self.reuse, draft_tokens=drafts, prefill_chunk=chunk,
                              decorate=list, adaptive=cost is not None, lanes=self.device, clock=clock)  # fmt: skip

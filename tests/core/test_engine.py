@@ -133,11 +133,12 @@ def test_cancel_during_prefill(single):
     chunks = []
     original = single._runner.prefill
 
-    def prefill(sequence):
-        original(sequence)
+    def prefill(sequence, room):
+        over = original(sequence, room)
         chunks.append(sequence.length)
         if len(chunks) == 2:
             sequence.session.handle.cancel()
+        return over
 
     single._runner.prefill = prefill
     handle = single.submit(raw(n=400))

@@ -92,10 +92,10 @@ def test_a_fault_in_the_text_machine_ends_its_request_only(shared):
 def test_a_fault_in_prefill_ends_its_request_only(shared):
     prefill = shared._runner.prefill
 
-    def broken(sequence):
+    def broken(sequence, room):
         if sequence.session.request.sampling.seed == 77:
             raise OSError("no")
-        prefill(sequence)
+        return prefill(sequence, room)
 
     shared._runner.prefill = broken
     try:
@@ -116,7 +116,7 @@ def test_a_dead_model_is_not_healthy():
         def dead(*args):
             raise RuntimeError("the device is gone")
 
-        engine._runner._decoder.prefill = dead
+        engine._runner._decoder.begin = dead
         handles = [engine.submit(raw()), engine.submit(raw(seed=2))]
         for handle in handles:
             with pytest.raises(EngineFailedError):
@@ -130,11 +130,11 @@ def test_a_dead_model_is_not_healthy():
 # scheduling
 
 
-def test_a_long_prompt_holds_others_up_for_one_chunk_at_most():
+def test_a_long_prompt_holds_others_up_for_one_piece_at_most():
     with tiny_engine(draft_tokens=0, max_sequences=2) as engine:
-        log = []
+        log, chunks = [], engine.stats()["chunks"]
         prefill, round_ = engine._runner.prefill, engine._runner.round
-        engine._runner.prefill = lambda s: (log.append("chunk"), prefill(s))[1]
+        engine._runner.prefill = lambda *args: (log.append("piece"), prefill(*args))[1]
         engine._runner.round = lambda g: (log.append("round"), round_(g))[1]
         running = engine.submit(raw(tokens=60))
         until(lambda: "round" in log)
@@ -142,7 +142,8 @@ def test_a_long_prompt_holds_others_up_for_one_chunk_at_most():
         running.result(60), long.result(60)
         text = "".join(entry[0] for entry in log)
         start = text.index("r")
-        assert text.count("c", start) == 10 and "cc" not in text[start : text.rindex("c")]
+        assert text.count("p", start) >= 10 and "pp" not in text[start : text.rindex("p")]
+        assert engine.stats()["chunks"] == chunks + 1 + 10
 
 
 def test_two_prompts_take_turns():
@@ -150,7 +151,7 @@ def test_two_prompts_take_turns():
         order = []
         gate = Gate(engine, "prefill")
         gated = engine._runner.prefill
-        engine._runner.prefill = lambda s: (order.append(s.session.request.sampling.seed), gated(s))[1]
+        engine._runner.prefill = lambda s, room: (order.append(s.session.request.sampling.seed), gated(s, room))[1]
         a, b = engine.submit(raw(n=300, seed=1, tokens=1)), engine.submit(raw(n=100, seed=2, tokens=1))
         gate.opened.set()
         a.result(20), b.result(20)

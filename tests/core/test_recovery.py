@@ -31,7 +31,7 @@ class Device:
         self.way.set()
         self.reached = threading.Event()
         decoder = machine.runner._decoder
-        for name in ("prefill", "verify", "flush"):
+        for name in ("begin", "verify", "flush"):
             setattr(decoder, name, self._wrapped(getattr(decoder, name)))
 
     def _wrapped(self, call):
@@ -315,15 +315,15 @@ def test_an_engine_restarts_and_says_so():
     with tiny_engine(draft_tokens=3, max_sequences=2) as engine:
         engine._loop.rules = Restarts(pauses=(0.0,))
         before = engine.generate(request).text
-        prefill, health = engine._runner._decoder.prefill, []
+        begin, health = engine._runner._decoder.begin, []
 
         def dead(*args):
             health.append(engine.health()["status"])
             if len(health) == 2:  # the probe: from then on the device works again
-                engine._runner._decoder.prefill = prefill
+                engine._runner._decoder.begin = begin
             raise GONE
 
-        engine._runner._decoder.prefill = dead
+        engine._runner._decoder.begin = dead
         handle = engine.submit(raw(n=150, seed=2))
         with pytest.raises(DeviceFaultError):
             handle.result(60)

@@ -179,6 +179,7 @@ def test_priorities_then_arrival_and_a_place_in_the_queue():
 def test_prompts_take_turns_and_decoding_goes_on_between_their_chunks():
     """Two long prompts beside a running stream: a chunk of the one, a chunk of the other, a round behind each."""
     machine = Machine(slots=3, pages=120)
+    machine.runner.piece_seconds = lambda decoding: 0.0  # a chunk takes next to no time
     stream = machine.submit(SHORT, 300)
     machine.reach(4, stream)
     prompts = [LONG, LONG[::-1]]

@@ -38,7 +38,8 @@ def conversations(rng):
 def test_random_requests_equal_solo_runs_and_leave_nothing(drafts, pages, checkpoints, accept, blocks):
     """`blocks` of host memory, where copies take their time."""
     rng = random.Random(drafts * 1000 + pages)
-    machine = Machine(slots=3, pages=pages, checkpoints=checkpoints, drafts=drafts, blocks=blocks, slow=True)
+    machine = Machine(slots=3, pages=pages, checkpoints=checkpoints, drafts=drafts, blocks=blocks, slow=True, layers=3)
+    machine.runner.piece_seconds = lambda decoding: rng.choice((0.0, 1.0))  # one layer, or all whose time is known
     if accept < 1:
         machine.runner.proposal = lambda s, made: [t if rng.random() < accept else (t + 1) % 250 for t in made]
     prompt = conversations(rng)
@@ -51,6 +52,11 @@ def test_random_requests_equal_solo_runs_and_leave_nothing(drafts, pages, checkp
             raise RuntimeError("a device fault")
         return verify(*args)
 
+    def layer(rows):
+        if rng.random() < 0.002:
+            raise RuntimeError("a fault in a layer of a prompt")
+
+    machine.runner._decoder.ran = layer
     logits = machine.runner._decoder.logits
 
     def poisoned(hidden):

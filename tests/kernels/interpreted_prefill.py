@@ -269,7 +269,10 @@ def joined():
 
 
 def model(moe, *plan, kv="int8"):
-    """A whole small model: hidden rows and everything the state holds, against the torch path."""
+    """A whole small model: hidden rows and everything the state holds, against the torch path.
+
+    Between the layers of a chunk the draft layer reads rows of another sequence.
+    """
     sizes = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -293,9 +296,15 @@ def model(moe, *plan, kv="int8"):
     plain = State(config, slots=2, pages=4, kv_dtype=kv, max_draft=3, device="cpu")
     decoder, drafts = Decoder(reference, config), MTP(reference, config)
     at, found, expected = 0, [], []
+    other, hidden, aside = torch.randint(0, 256, (min(plan),)), torch.randn(min(plan), 128), torch.tensor([0])
+    drafts.prefill(plain, other, hidden, 0, aside)
     for size in plan:
         part = tokens[at : at + size]
-        found.append(run.chunk(fused, part, 1, at, table))
+        chunk = run.begin(fused, part, 1, at, table)
+        assert len(chunk.left) == 2 and chunk.left[1] > 0
+        chunk.advance()
+        run.fill_drafts(fused, other, hidden, 0, aside)
+        found.append(chunk.finish())
         expected.append(decoder.prefill(plain, part, 1, at, table))
         run.fill_drafts(fused, part, expected[-1], at, table)
         drafts.prefill(plain, part, expected[-1], at, table)

@@ -62,7 +62,7 @@ class Both:
     def read(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read a chunk on both paths; the hidden rows of both."""
         part = self.tokens[first : first + count]
-        hidden = self.run.chunk(self.fused, part, 1, first, self.table)
+        hidden = self.run.begin(self.fused, part, 1, first, self.table).finish()
         self.run.fill_drafts(self.fused, part, hidden, first, self.table)
         rows = []
         for start in range(first, first + count, REFERENCE_ROWS):

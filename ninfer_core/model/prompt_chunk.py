@@ -1,0 +1,69 @@
+"""A prompt chunk on its way through the layers, some at a time, so that other work goes on between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from ..config import ModelConfig
+
+LEAST = 1024
+"""Rows that the matrices of a layer cost at least: for few rows too weights are read and kernels launched."""
+
+
+class PromptChunk:
+    """A chunk between two layers. Its rows are in the state of the layers that have run, and in no other.
+
+    Args:
+        layers: runs one layer at each step; what the last one gives are the hidden rows.
+        costs: of each layer, in operations.
+    """
+
+    def __init__(self, layers: Iterator[Tensor | None], costs: Sequence[float]) -> None:
+        self._layers, self._costs = layers, costs
+        self._done = 0
+        self._hidden: Tensor | None = None
+
+    @property
+    def left(self) -> Sequence[float]:
+        """Operations of the layers that have not run."""
+        return self._costs[self._done :]
+
+    def advance(self) -> None:
+        """Run the next layer."""
+        self._hidden = next(self._layers)
+        self._done += 1
+
+    @property
+    def hidden(self) -> Tensor:
+        """Final-normed hidden rows `[T, E]`, once no layer is left."""
+        assert self._hidden is not None
+        return self._hidden
+
+    def finish(self) -> Tensor:
+        """Run all layers that are left; `hidden`."""
+        while self.left:
+            self.advance()
+        return self.hidden
+
+
+def layer_operations(config: ModelConfig, start: int, rows: int) -> list[float]:
+    """About the multiplications and additions of every layer for the rows of tokens `start .. start + rows - 1`.
+
+    They tell layers apart, not machines: attention costs the more the more tokens lie before, the rest never does.
+    """
+    hidden = config.hidden_size
+    if config.is_moe:
+        inner = config.num_experts_per_tok * config.moe_intermediate_size + config.shared_expert_intermediate_size
+        mlp = hidden * (3 * inner + config.num_experts)
+    else:
+        mlp = 3 * hidden * config.intermediate_size
+    gdn = hidden * (config.conv_channels + 2 * config.gdn_value_width) + mlp
+    attention = hidden * (3 * config.query_width + 2 * config.kv_width) + mlp
+    pairs = rows * (start + rows / 2) * 2 * config.query_width
+    full = set(config.attention_layers)
+    return [
+        2.0 * (max(rows, LEAST) * attention + pairs) if i in full else 2.0 * max(rows, LEAST) * gdn
+        for i in range(config.num_hidden_layers)
+    ]
