@@ -467,8 +467,8 @@ def lane_squares(ss, PARTS: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def lane_factors(squares, eps, WIDTH: tl.constexpr):
     """RMS factors of a lane's two columns from `lane_squares`: a pair of [32]."""
-    even = 1.0 / tl.sqrt_rn(rows_sum(squares[0]) / WIDTH + eps)
-    odd = 1.0 / tl.sqrt_rn(rows_sum(squares[1]) / WIDTH + eps)
+    even = tl.rsqrt(rows_sum(squares[0]) / WIDTH + eps)
+    odd = tl.rsqrt(rows_sum(squares[1]) / WIDTH + eps)
     return even, odd
 
 

@@ -54,7 +54,8 @@ class Family(NamedTuple):
     """What is fixed for a kind of card. Tiles name the most steps and warps; a matrix's K may allow fewer.
 
     `expert_registers`, `registers`: bounds for the routed experts, and for projections of at most eight rows, whose
-    programs then all fit at once. `early`: see `_dequant.wait_for_inputs`. `measured`: on what, or how else chosen.
+    programs then all fit at once. `early`: see `_dequant.wait_for_inputs`. `ahead`: most bytes of a later matrix that
+    an output projection brings into the second-level cache. `measured`: on what, or how else chosen.
     """
 
     measured: str
@@ -66,6 +67,7 @@ class Family(NamedTuple):
     expert_registers: int | None = 128
     registers: int | None = 128
     early: bool = False
+    ahead: int = 0
 
 
 ESTIMATED = "nothing of this kind: as on one H200, with fewer bytes under way for its lower bandwidth a multiprocessor"
@@ -104,6 +106,12 @@ def projection_registers(matrix: KernelMatrix, tile: Tile, blocks: int) -> int |
     """Bound on the registers of a projection; with several blocks of rows or a loop over K it needs them all."""
     short = matrix.groups <= 2 * tile.warps * tile.steps
     return family(matrix.words).registers if short and blocks == 1 and tile.warps <= 4 else None
+
+
+def ahead(matrix: KernelMatrix, threads: int) -> int:
+    """Bytes of `matrix` that each of so many threads asks for ahead of time: 0 or a multiple of 16."""
+    most = min(family(matrix.words).ahead, 4 * matrix.words.numel()) if matrix.words.is_cuda else 0
+    return most // threads // 16 * 16
 
 
 def router(matrix: KernelMatrix) -> Tile:

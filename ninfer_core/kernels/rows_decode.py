@@ -38,7 +38,7 @@ def rms_of(ss, t, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.const
     """RMS factor of row `t` of an activation from its partial sums of squares."""
     i = tl.arange(0, BLOCK)
     part = tl.load(ss + ((t // 8) * PARTS + i) * 8 + t % 8, mask=i < PARTS, other=0.0)
-    return 1.0 / tl.sqrt_rn(tl.sum(part, 0) / WIDTH + eps)
+    return tl.rsqrt(tl.sum(part, 0) / WIDTH + eps)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def draft_input_kernel(
     else:
         k = tl.arange(0, WIDE)
         row = tl.load(hidden + t * K + k, mask=k < K, other=0.0)
-        y = tl.load(hidden + t * K + at) * weight * (1.0 / tl.sqrt_rn(tl.sum(row * row, 0) / K + eps))
+        y = tl.load(hidden + t * K + at) * weight * (tl.rsqrt(tl.sum(row * row, 0) / K + eps))
     store_groups(y, q_out, s_out, t, half * (K // 32) + first, K // 16, GROUPS)
 
 

@@ -111,7 +111,8 @@ class Chain:
                 )  # fmt: skip
             if "o" in parts:
                 norm = "none" if w["attention"] else "head"
-                linear.project_residual(w["out"], self.mid, x, w["norm"], y, self.u, self.a, norm=norm)
+                following = self.layers[(i + 1) % len(self.layers)]["in"]
+                linear.project_residual(w["out"], self.mid, x, w["norm"], y, self.u, self.a, norm=norm, ahead=following)
             if "r" in parts:
                 moe.route_and_shared(w["shared_up"], w["router"], self.a, self.u, self.shared, self.logits)
             if "u" in parts:

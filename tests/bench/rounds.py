@@ -166,10 +166,13 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default="35b")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--match", default="", metavar="TEXT", help="only cases with TEXT in their name; all are profiled"
+    )
     parser.add_argument("--prepare", action="store_true")
     options: argparse.Namespace = parser.parse_args()
     device = device_of(options)
-    wanted = TINY if options.tiny else cases(options.model)
+    wanted = TINY if options.tiny else [case for case in cases(options.model) if options.match in case.name]
     record = Record(options.json, device)
     bandwidth = 1.0 if options.prepare or options.tiny else read_bandwidth(torch.device(device))
     record.add("read bandwidth GB/s", bandwidth / 1e9)
@@ -190,7 +193,7 @@ def main() -> int:
                 found["share of floor"] = found["floor us"] / found["round us"] if found["round us"] else 0.0
             record.add(case.name, found)
         if options.profile:
-            for case in wanted if options.tiny else (wanted[0], wanted[2], wanted[3]):
+            for case in wanted if options.tiny or options.match else (wanted[0], wanted[2], wanted[3]):
                 record.add(f"kernels of {case.name}", bench.profile(case, 1 if options.tiny else 10))
     return 0
 
