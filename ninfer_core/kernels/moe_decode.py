@@ -1,10 +1,10 @@
 """Triton decode kernels of the sparse MLP: router with shared gate/up, routed gate/up, routed and shared down.
 
-Up to eight rows take three launches. The top-k choice is recomputed by every program that needs it, each warp for
-itself (256 logits fit in a warp's registers; a launch would cost more), and the down kernel makes it and requests its
-weights before the wait: the logits are two launches old. Rows that chose the same expert share one read of its gate/up
-weights: the program of the first such row serves them all. More rows are grouped by expert over the whole call
-(three launches more), so every chosen expert is read once. No atomics; a row's sums have the same order on both ways.
+Up to eight rows take three launches, and a program per (row, expert) pair: rows share an expert too rarely for lists to
+pay, and where they do its weights come from the cache. Every program chooses for its own row (256 logits fit in a
+warp's registers; a launch would cost more); the down kernel does so before the wait: the logits are two launches old.
+More rows are listed by expert over the whole call (three launches more), so every chosen expert is read once. No
+atomics; a row's sums have the same order on both ways.
 """
 
 from __future__ import annotations
@@ -19,35 +19,32 @@ from . import _tiles
 from ._dequant import (
     EARLY1,
     FRESH1,
-    add_unit,
-    lane_factors,
     load_one,
     round_bytes,
     rows_max,
     rows_sum,
-    silu,
     store_one,
     sum_warps,
-    unit_pointers,
-    unpack_scales,
     wait_for_inputs,
 )
 from ._experts import (
+    ITEM,
     LIST,
-    columns,
     element,
-    gathered_pointers,
-    gathered_squares,
+    expert_of,
+    item_tile,
     pair_pointers,
     pair_sums,
+    pair_tile,
     pair_units,
+    row_columns,
+    shared_rows,
     shares_of,
-    store_pairs,
+    slots_of,
     top_experts,
 )
 from ._order import Activation, KernelMatrix
-from .linear_decode import fresh, linear_kernel, load_units, norm_gains, side_words
-from .mlp_decode import swiglu
+from .linear_decode import fresh, linear_kernel, norm_gains, side_words
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -65,38 +62,56 @@ def choose_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def group_kernel(ids, pairs, counts, rows, TOPK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr):
-    """Programs (expert): its pairs (row * TOPK + slot) in the order of rows, and how many they are."""
-    expert = tl.program_id(0)
-    t = tl.arange(0, LIST)
+def list_kernel(ids, items, used, rows, E: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
+    """One program: the call's work items, an expert with up to eight of its pairs each, by expert, then by row.
+
+    An item is a line of `items` [., 16]: pairs (row * TOPK + slot), expert, how many pairs.
+    """
+    expert = tl.arange(0, BLOCK)
+    row = tl.arange(0, 8)
     wait_for_inputs(PDL)
-    slot = tl.full([LIST], -1, tl.int32)
-    for s in tl.static_range(TOPK):
-        slot = tl.where(tl.load(ids + t * TOPK + s, mask=t < rows, other=-1) == expert, s, slot)
-    member = (slot >= 0).to(tl.int32)
-    place = tl.cumsum(member, 0) - 1
-    tl.store(pairs + expert * LIST + place, t * TOPK + slot, mask=slot >= 0)
-    tl.store(counts + expert, tl.sum(member, 0))
+    total = tl.zeros([BLOCK], tl.int32)
+    first = 0
+    while first < rows:
+        total += tl.sum((slots_of(ids, first + row, rows, expert, TOPK) >= 0).to(tl.int32), 1)
+        first += 8
+    lines = (total + 7) // 8
+    start = tl.cumsum(lines, 0) - lines
+    tl.store(used, tl.sum(lines, 0))
+    taken = tl.zeros([BLOCK], tl.int32)
+    first = 0
+    while first < rows:
+        slot = slots_of(ids, first + row, rows, expert, TOPK)
+        member = (slot >= 0).to(tl.int32)
+        place = taken[:, None] + tl.cumsum(member, 1) - member
+        at = (start[:, None] + place // 8) * ITEM + place % 8
+        tl.store(items + at, (first + row)[None, :] * TOPK + slot, mask=slot >= 0)
+        taken += tl.sum(member, 1)
+        first += 8
+    for j in tl.static_range(LIST // 8):
+        line = items + (start + j) * ITEM
+        tl.store(line + 8, expert, mask=lines > j)
+        tl.store(line + 9, tl.minimum(total - 8 * j, 8), mask=lines > j)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def expert_gate_up_kernel(
-    w, wh, ws, xq, xs, ss, logits, shared_gate_up, hq, hs, ids, weights, pairs, counts, rows, eps,
+def pair_gate_up_kernel(
+    w, wh, ws, xq, xs, ss, logits, shared_gate_up, hq, hs, ids, weights, rows, eps,
     E: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr,
-    FMT: tl.constexpr, R: tl.constexpr, S: tl.constexpr, X: tl.constexpr, GROUPED: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr,
+    FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile, pair or expert): h[t, slot] = silu(gate_e x) * up_e x for 32 of the inner width, as int8.
+    """Programs (tile, pair): h[t, slot] = silu(gate_e x) * up_e x for 32 of the inner width, as int8.
 
     Rows of `hq` (bytes), `hs` [pair, INTER / 32, 32]: t * TOPK + slot, then rows * TOPK + t for the shared expert. The
-    last index belongs to the programs that quantise the shared expert's rows (and, ungrouped, store ids and weights).
+    last index belongs to the programs that quantise the shared expert's rows and store ids and weights.
     """
-    L: tl.constexpr = 8 if X < 8 else X
     tile = tl.program_id(0)
     index = tl.program_id(1)
-    wait_for_inputs(PDL)
     if index == tl.num_programs(1) - 1:
-        if not GROUPED and tile == 0:
+        wait_for_inputs(PDL)
+        if tile == 0:
+            L: tl.constexpr = 8 if X < 8 else X
             t = tl.arange(0, L) % 8
             found, chosen = top_experts(logits, t, rows, FRESH1, E, TOPK, PTX)
             shares = shares_of(chosen, TOPK)
@@ -104,135 +119,75 @@ def expert_gate_up_kernel(
                 tl.store(ids + t * TOPK + s, found[s], mask=t < rows)
                 tl.store(weights + t * TOPK + s, shares[s], mask=t < rows)
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
-    elif GROUPED:
-        count = tl.load(counts + index)
-        column = tl.arange(0, 32) % 4 * 2
-        first = 0
-        while first < count:
-            line = pairs + index * LIST + first
-            even = tl.load(line + column, mask=first + column < count, other=0)
-            odd = tl.load(line + column + 1, mask=first + column + 1 < count, other=0)
-            own = tl.load(line + tl.arange(0, 32) // 4, mask=first + tl.arange(0, 32) // 4 < count, other=0)
-            gate_up_tile(
-                w, wh, ws, xq, xs, ss, hq, hs, index, tile, own // TOPK, even // TOPK, odd // TOPK, even, odd,
-                first + column < count, first + column + 1 < count, eps, INTER, K, U, PARTS, FMT, S, X, PTX,
-            )  # fmt: skip
-            first += 8
-    elif R == 1:
-        found, _chosen = top_experts(logits, tl.arange(0, X) * 0, rows, FRESH1, E, TOPK, PTX)
-        lane = tl.arange(0, 32)
-        gate_up_tile(
-            w, wh, ws, xq, xs, ss, hq, hs, element(found, index, TOPK)[:, None], tile, lane // 4, lane % 4 * 2,
-            lane % 4 * 2 + 1, lane * 0 + index, lane * 0 + index, lane % 4 == 0, lane < 0, eps,
-            INTER, K, U, PARTS, FMT, S, X, PTX,
-        )  # fmt: skip
     else:
-        own = index // TOPK
-        row = tl.arange(0, L) % 8
-        found, _chosen = top_experts(logits, row, rows, FRESH1, E, TOPK, PTX)
-        lane = tl.arange(0, 32)
-        expert = tl.max(tl.where(row == own, element(found, index % TOPK, TOPK), 0), 0)
-        # Slot of this expert in each row, or -1; and whether an earlier row already serves it.
-        place = tl.where(found[0] == expert, 0, -1)
-        for s in tl.static_range(1, TOPK):
-            place = tl.where(found[s] == expert, s, place)
-        earlier = tl.max(((place >= 0) & (row < own)).to(tl.int32), 0)
-        if earlier == 0:
-            column = lane % 4 * 2
-            even = tl.max(tl.where(row[:, None] == column[None, :], place[:, None], -1), 0)
-            odd = tl.max(tl.where(row[:, None] == column[None, :] + 1, place[:, None], -1), 0)
-            gate_up_tile(
-                w, wh, ws, xq, xs, ss, hq, hs, expert, tile, lane // 4, column, column + 1, column * TOPK + even,
-                (column + 1) * TOPK + odd, (even >= 0) & (column < rows), (odd >= 0) & (column + 1 < rows), eps,
-                INTER, K, U, PARTS, FMT, S, X, PTX,
-            )  # fmt: skip
+        t = index // TOPK
+        loaded, squares = row_columns(xq, xs, ss, t, EARLY1, K, U, PARTS, FMT, X, PTX)
+        wait_for_inputs(PDL)
+        expert = expert_of(logits, tl.arange(0, X) * 0 + t, rows, index % TOPK, FRESH1, E, PTX)[:, None]
+        pair_tile(w, wh, ws, hq, hs, expert, tile, loaded, squares, index, eps, INTER, K, U, FMT, S, X, PTX)
 
 
-@triton.jit
-def shared_rows(shared_gate_up, hq, hs, group, rows, TOPK: tl.constexpr, INTER: tl.constexpr):
-    """The shared expert's int8 group `group` of all rows, eight rows at a time in lane form."""
-    lane = tl.arange(0, 32)
-    first = 0
-    while first < rows:
-        h = ()
-        t = first + lane % 4 * 2
-        for i in tl.static_range(4):
-            for e in tl.static_range(2):
-                at = (t + e) * (2 * INTER) + group * 32 + i * 8 + lane // 4
-                gate = tl.load(shared_gate_up + at, mask=t + e < rows, other=0.0)
-                up = tl.load(shared_gate_up + at + INTER, mask=t + e < rows, other=0.0)
-                h = h + (silu(gate) * up,)  # noqa: RUF005
-        pair = rows * TOPK + t
-        store_pairs(h, hq, hs, pair, pair + 1, t < rows, t + 1 < rows, group, INTER // 32)
-        first += 8
-
-
-@triton.jit
-def gate_up_tile(
-    w, wh, ws, q, s, ss, hq, hs, expert, tile, row, row_even, row_odd, even, odd, live_even, live_odd, eps,
-    INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, PTX: tl.constexpr,
+@triton.jit(do_not_specialize=["rows"])
+def item_gate_up_kernel(
+    w, wh, ws, xq, xs, ss, shared_gate_up, hq, hs, items, used, rows, eps,
+    TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """32 gate rows and the matching 32 up rows of `expert` (a number or [X, 1]) for eight rows, stored as pairs."""
-    G32: tl.constexpr = K // 32
-    HIGH: tl.constexpr = 64 if FMT == 6 else 32
-    lane = tl.arange(0, 32)[None, :]
-    warp = tl.arange(0, X)[:, None]
-    gate_at = (expert * (INTER // 8) + tile * 2) * U + warp
-    gate_w, gate_h, gate_s = unit_pointers(w, wh, ws, gate_at, lane, FMT)
-    up_w, up_h, up_s = unit_pointers(w, wh, ws, gate_at + (INTER // 16) * U, lane, FMT)
-    qp, ep, op = gathered_pointers(q, s, warp, lane, row[None, :], row_even[None, :], row_odd[None, :], G32, FMT)
-    squares = gathered_squares(ss, row_even, row_odd, PARTS, PTX)
-    acc = fresh(4, X)
-    for c in tl.static_range(U // (X * S)):
-        n = c * S * X
-        gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1, PTX)
-        ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1, PTX)
-        for i in tl.static_range(S):
-            b, scales = columns(qp, ep, op, n + i * X, 64, 8, FMT, PTX)
-            grown = ()
-            for r in tl.static_range(4):
-                unit = gates[i * 2 + r] if r < 2 else ups[i * 2 + r - 2]
-                low, top = unpack_scales(unit[2], FMT)
-                grown = grown + (add_unit(acc[r], unit[0], unit[1], low, top, b, scales, X, FMT, PTX),)  # noqa: RUF005
-            acc = grown
-    y = sum_warps(acc)
-    h = swiglu(y, lane_factors(squares, eps, K))
-    store_pairs(h, hq, hs, even, odd, live_even, live_odd, tile, INTER // 32)
+    """Programs (tile, 1 + item): the same for the pairs of an item; index 0 quantises the shared expert's rows."""
+    tile = tl.program_id(0)
+    index = tl.program_id(1) - 1
+    wait_for_inputs(PDL)
+    line = items + tl.maximum(index, 0) * ITEM
+    filled = tl.load(used)
+    live = tl.load(line + 9)
+    expert = tl.load(line + 8)
+    pair = tl.load(line)
+    if index < 0:
+        shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
+    elif index < filled:
+        if live == 1:
+            loaded, squares = row_columns(xq, xs, ss, pair // TOPK, FRESH1, K, U, PARTS, FMT, X, PTX)
+            pair_tile(w, wh, ws, hq, hs, expert, tile, loaded, squares, pair, eps, INTER, K, U, FMT, S, X, PTX)
+        else:
+            item_tile(
+                w, wh, ws, xq, xs, ss, hq, hs, line, expert, live, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX
+            )
 
 
 @triton.jit
 def expert_rows_kernel(
-    w, wh, ws, hq, hs, pairs, counts, y,
+    w, wh, ws, hq, hs, items, used, y,
     INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (32 X outputs, expert): y[pair, n] of the expert's pairs; a warp owns 32 outputs over all of K."""
+    """Programs (32 X outputs, item): y[pair, n] of the item's pairs; a warp owns 32 outputs over all of K.
+
+    The list is two launches old: it is read, and weights are asked for, before the wait.
+    """
     G32: tl.constexpr = INTER // 32
-    expert = tl.program_id(1)
-    lane = tl.arange(0, 32)[None, :]
-    warp = tl.arange(0, X)[:, None]
-    group = tl.program_id(0) * X + warp
-    wait_for_inputs(PDL)
-    count = tl.load(counts + expert)
-    if count > 0:
+    index = tl.program_id(1)
+    if index < tl.load(used, cache_modifier=".cg"):
+        lane = tl.arange(0, 32)[None, :]
+        warp = tl.arange(0, X)[:, None]
+        group = tl.program_id(0) * X + warp
+        line = items + index * ITEM
+        expert = tl.load(line + 8, cache_modifier=".cg")
+        live = tl.load(line + 9, cache_modifier=".cg")
+        column = lane % 4 * 2 + warp * 0
+        even = load_one(line + tl.minimum(column, live - 1), EARLY1, PTX)
+        odd = load_one(line + tl.minimum(column + 1, live - 1), EARLY1, PTX)
+        own = load_one(line + tl.minimum(lane // 4 + warp * 0, live - 1), EARLY1, PTX)
         units = pair_units(w, wh, ws, expert * (N // 16) + group * 2, 0, lane, U, U, 1, FMT, PTX)
-        first = 0
-        while first < count:
-            line = pairs + expert * LIST + first + warp * 0
-            column = lane % 4 * 2
-            last = count - 1 - first
-            even = load_one(line + tl.minimum(column, last), FRESH1, PTX)
-            odd = load_one(line + tl.minimum(column + 1, last), FRESH1, PTX)
-            own = load_one(line + tl.minimum(lane // 4, last), FRESH1, PTX)
-            q, low, top = pair_pointers(hq, hs, 0, lane, own, even, odd, G32, FMT)
-            acc = pair_sums(fresh(2, X), units, q, low, top, U, 1, X, FMT, PTX)
-            for r in tl.static_range(2):
-                for h in tl.static_range(2):
-                    n = group * 32 + r * 16 + h * 8 + lane // 4
-                    store_one(y + even * N + n, acc[r][2 * h], column + warp * 0 <= last, PTX)
-                    store_one(y + odd * N + n, acc[r][2 * h + 1], column + warp * 0 < last, PTX)
-            first += 8
+        wait_for_inputs(PDL)
+        q, low, top = pair_pointers(hq, hs, 0, lane, own, even, odd, G32, FMT)
+        acc = pair_sums(fresh(2, X), units, q, low, top, U, 1, X, FMT, FRESH1, 8, PTX)
+        for r in tl.static_range(2):
+            for h in tl.static_range(2):
+                n = group * 32 + r * 16 + h * 8 + lane // 4
+                store_one(y + even * N + n, acc[r][2 * h], column < live, PTX)
+                store_one(y + odd * N + n, acc[r][2 * h + 1], column + 1 < live, PTX)
+    else:
+        wait_for_inputs(PDL)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -259,8 +214,8 @@ def expert_down_kernel(
     gate = 1.0 / (1.0 + tl.exp(-tl.load(logits + t * (E + 1) + E, cache_modifier=".cg")))
     shared_units = pair_units(sw, sw, sws, pid * 2 + warp * 0, warp, lane, G32, G32 // X, X, 8, PTX)
     if GROUPED:
+        share = load_one(weights + pair, EARLY1, PTX)
         wait_for_inputs(PDL)
-        share = load_one(weights + pair, FRESH1, PTX)
         parts = ()
         for i in tl.static_range(4):
             parts = parts + (load_one(y + pair * N + pid * 32 + i * 8 + lane // 4, FRESH1, PTX),)  # noqa: RUF005
@@ -272,11 +227,11 @@ def expert_down_kernel(
         units = pair_units(w, wh, ws, expert * (N // 16) + pid * 2, 0, lane, U, U, 1, FMT, PTX)
         wait_for_inputs(PDL)
         q, low, top = pair_pointers(hq, hs, 0, lane, pair, pair, pair, G32, FMT)
-        acc = pair_sums(fresh(2, X), units, q, low, top, U, 1, X, FMT, PTX)
+        acc = pair_sums(fresh(2, X), units, q, low, top, U, 1, X, FMT, FRESH1, 1, PTX)
         parts = (acc[0][0], acc[0][2], acc[1][0], acc[1][2])
     own = rows * TOPK + t + warp * 0 + lane * 0
     q, low, top = pair_pointers(hq, hs, warp, lane, own, own, own, G32, 8)
-    acc = pair_sums(fresh(2, X), shared_units, q, low, top, G32 // X, X, X, 8, PTX)
+    acc = pair_sums(fresh(2, X), shared_units, q, low, top, G32 // X, X, X, 8, FRESH1, 1, PTX)
     routed, shared = sum_warps(
         (
             (parts[0] * share, parts[1] * share, parts[2] * share, parts[3] * share),
@@ -338,22 +293,28 @@ def route_and_shared(
         side_words(router), logits, rows, router.shape[0], eps,
         N=shared_gate_up.rows, U=shared_gate_up.groups, K=shared_gate_up.columns, PARTS=a.ss.shape[1], HEADS=False,
         ROWNORM=True, SIDE=True, FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps, NB=blocks,
-        R=_tiles.window(rows), **_tiles.launch(logits, tile.warps, leads=True),
+        R=_tiles.window(rows), **_tiles.launch(logits, tile.warps),
     )  # fmt: skip
+
+
+def most_items(rows: int, top_k: int, experts: int) -> int:
+    """Most work items of a call: every chosen expert one, and one more for each eight further pairs of it."""
+    chosen = min(experts, rows * top_k)
+    return chosen + (rows * top_k - chosen) // 8
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
     """Int8 inner rows of all (row, slot) pairs, then of the shared expert: `q` [P, G, 8] int32, `s` [P, G] fp32.
 
-    For calls of more than eight rows also `pairs` [X, 64] and `counts` [X] int32, the pairs of every expert, and
-    `y` [T * top_k, E] fp32, their results; otherwise these are empty.
+    For calls of more than eight rows also `items` [M, 16] and `used` [1] int32, the work items of `list_kernel`, and
+    `y` [T * top_k, E] fp32, the pairs' results; otherwise these are empty.
     """
 
     q: torch.Tensor
     s: torch.Tensor
-    pairs: torch.Tensor
-    counts: torch.Tensor
+    items: torch.Tensor
+    used: torch.Tensor
     y: torch.Tensor
 
     @staticmethod
@@ -376,10 +337,21 @@ class ExpertRows:
         return ExpertRows(
             torch.empty(count, inner // 32, 8, **i32),
             torch.empty(count, inner // 32, **f32),
-            torch.zeros(experts if grouped else 0, LIST.value, **i32),
-            torch.zeros(experts if grouped else 0, **i32),
+            torch.zeros(most_items(rows, top_k, experts) if grouped else 0, ITEM.value, **i32),
+            torch.zeros(1 if grouped else 0, **i32),
             torch.empty(rows * top_k if grouped else 0, width, **f32),
         )
+
+
+def choose(logits: torch.Tensor, h: ExpertRows, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """The chosen experts of more than eight rows, their weights, and the call's work items; see `list_kernel`."""
+    rows, top_k = ids.shape
+    experts = logits.shape[1] - 1
+    choose_kernel[(rows,)](logits, ids, weights, rows, E=experts, TOPK=top_k, **_tiles.launch(logits, 1))
+    list_kernel[(1,)](
+        ids, h.items, h.used, rows,
+        E=experts, TOPK=top_k, BLOCK=triton.next_power_of_2(experts), **_tiles.launch(logits, 8),
+    )  # fmt: skip
 
 
 def expert_gate_up(
@@ -396,6 +368,7 @@ def expert_gate_up(
 ) -> None:
     """Int8 rows silu(gate) * up of all chosen (row, expert) pairs and of the shared expert into `h`.
 
+    Must follow `route_and_shared` of the same rows: up to eight rows of `a` are read while that still runs.
     Shapes: logits [T, E + 1], shared [T, 2 * inner], ids and weights [T, top_k] (written).
 
     Raises:
@@ -409,16 +382,22 @@ def expert_gate_up(
             f"the shared expert is {shared.shape[1] // 2} wide, the routed ones {inner}; both must be equal"
         )
     tile = tile or _tiles.experts(matrix)
-    grouped = rows > 8
-    if grouped:
-        choose_kernel[(rows,)](logits, ids, weights, rows, E=experts, TOPK=top_k, **_tiles.launch(logits, 1))
-        group_kernel[(experts,)](ids, h.pairs, h.counts, rows, TOPK=top_k, **_tiles.launch(logits, 1))
-    expert_gate_up_kernel[(inner // 32, (experts if grouped else rows * top_k) + 1)](
-        matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, h.q.view(torch.int8), h.s, ids,
-        weights, h.pairs, h.counts, rows, eps,
-        E=experts, TOPK=top_k, INTER=inner, K=matrix.columns, U=matrix.groups, PARTS=a.ss.shape[1], FMT=matrix.code,
-        R=1 if rows == 1 else 8, S=tile.steps, X=tile.warps, GROUPED=grouped,
-        **_tiles.launch(logits, tile.warps, _tiles.family(logits).expert_registers),
+    shape = {
+        "TOPK": top_k, "INTER": inner, "K": matrix.columns, "U": matrix.groups, "PARTS": a.ss.shape[1],
+        "FMT": matrix.code, "S": tile.steps, "X": tile.warps,
+    }  # fmt: skip
+    options = _tiles.launch(logits, tile.warps, _tiles.family(logits).expert_registers)
+    hq = h.q.view(torch.int8)
+    if rows <= 8:
+        pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
+            matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, rows, eps,
+            E=experts, **shape, **options,
+        )  # fmt: skip
+        return
+    choose(logits, h, ids, weights)
+    item_gate_up_kernel[(inner // 32, 1 + most_items(rows, top_k, experts))](
+        matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, shared, hq, h.s, h.items, h.used, rows, eps,
+        **shape, **options,
     )  # fmt: skip
 
 
@@ -451,9 +430,10 @@ def expert_down(
     grouped = rows > 8
     if grouped:
         warps = _tiles.warps(width // 32, 8)
-        expert_rows_kernel[(width // 32 // warps, experts)](
-            matrix.words, matrix.high, matrix.scales, h.q, h.s, h.pairs, h.counts, h.y,
-            INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, X=warps, **_tiles.launch(x, warps),
+        expert_rows_kernel[(width // 32 // warps, most_items(rows, top_k, experts))](
+            matrix.words, matrix.high, matrix.scales, h.q, h.s, h.items, h.used, h.y,
+            INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, X=warps,
+            **_tiles.launch(x, warps, _tiles.family(x).expert_registers),
         )  # fmt: skip
     expert_down_kernel[(width // 32, rows)](
         matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, ids, weights, logits,

@@ -92,6 +92,38 @@ def check_moe(T):
     return entry
 
 
+def check_choice():
+    """Experts chosen of 256, by rows of many ties: against a stable sort, and the work items of calls above 8 rows."""
+    experts, top_k, inner, width = 256, 8, 64, 64
+    up, _ = coded_matrix(experts * 2 * inner, width, "Q4")
+    entry = {"op": "choice"}
+    for T in (1, 8, 9, 64):
+        for kind in ("ties", "equal", "plain"):
+            logits = torch.randn(T, experts + 1, device=DEVICE) * {"ties": 2.0, "equal": 0.0, "plain": 1.0}[kind]
+            logits = (logits.round() if kind == "ties" else logits) + 0.0  # no -0.0, which sorts below 0.0
+            a, shared = random_activation(T, width), torch.randn(T, 2 * inner, device=DEVICE)
+            h = moe.ExpertRows.empty(T, top_k, inner, DEVICE, experts=experts, width=width)
+            ids = torch.full((T, top_k), -1, dtype=torch.int32, device=DEVICE)
+            weights = torch.full((T, top_k), float("nan"), device=DEVICE)
+            moe.expert_gate_up(up, a, logits, shared, h, ids, weights)
+            best, order = torch.sort(logits[:, :experts], dim=-1, descending=True, stable=True)
+            entry[f"{kind} {T} ids"] = torch.equal(ids.long(), order[:, :top_k])
+            entry[f"{kind} {T} x"] = relative(weights, best[:, :top_k].softmax(-1))
+            if T > 8:
+                got = [[*line[:n], e] for *line, e, n in h.items[: int(h.used), :10].tolist()]
+                entry[f"{kind} {T} items"] = got == work_items(ids.flatten().tolist(), experts)
+    return entry
+
+
+def work_items(chosen, experts):
+    """Lines of up to eight pairs and their expert, from the expert of every pair."""
+    lines = []
+    for e in range(experts):
+        pairs = [p for p, own in enumerate(chosen) if own == e]
+        lines += [[*pairs[i : i + 8], e] for i in range(0, len(pairs), 8)]
+    return lines
+
+
 def check_delta():
     """Gated DeltaNet at 35B heads: 24 tokens one by one against windows of 4 with rejected rows, bit for bit."""
     hk, hv, n = 16, 32, 24
@@ -182,7 +214,7 @@ def check_attention(int8=True):
             at += rows
         return [torch.cat(p) for p in zip(*got, strict=True)]
 
-    single = run([1] * tokens, None)
+    single = run([1] * tokens)
     odd = [1, 4, 8, 1, 4, 4] * 32
     assert sum(odd) == tokens
     plans = {"windows of 4": [4] * (tokens // 4), "windows of any size": odd, "windows of 2": [2] * (tokens // 2)}
@@ -352,6 +384,7 @@ def check_graph():
 CHECKS = {
     "linear": check_linear,
     **{f"moe {T}": (lambda T=T: check_moe(T)) for T in (1, 4, 8, 16, 64)},
+    "choice": check_choice,
     "delta": check_delta,
     "attention": check_attention,
     "attention bf16": lambda: check_attention(False),

@@ -29,8 +29,8 @@ from ninfer_core.kernels import (
 )
 
 TYPES = {
-    "*i32": "w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w pairs counts "
-    "lanes deltas table_rows scratch bad sampled results follow pick chain pattern drafts",
+    "*i32": "w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w items used "
+    "lanes deltas table_rows scratch bad sampled results follow pick chain pattern drafts ahead",
     "*fp16": "scales",
     "*i8": "codes q_out",
     "*fp32": "xs ss u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights y "
@@ -55,6 +55,8 @@ def build(
     """Compile `kernel` with these constexpr values; all pointers aligned to 16 bytes."""
     dependent = capability >= 90
     constants = {"PTX": True, "PDL": dependent} | constants
+    if "BYTES" in constants and not dependent:
+        constants["BYTES"] = 0  # the instruction is of 90 and later
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else (types or {}).get(name) or TYPE_OF[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
@@ -100,7 +102,7 @@ def residual(fmt: int, n: int, k: int, steps: int, warps: int, heads: bool = Fal
     """Constants of `linear_residual_kernel`."""
     return {
         "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": k // 32, "HEADS": heads, "FMT": fmt, "S": steps,
-        "X": warps, "NB": 1, "R": rows,
+        "X": warps, "NB": 1, "R": rows, "BYTES": 0 if rows > 1 else 768,
     }  # fmt: skip
 
 
@@ -196,19 +198,12 @@ def expert_cases(full: bool):
     """The kernels of the sparse MLP, for a row, a window, and many rows."""
     k, warps, top_k = (2048, 8, 8) if full else (256, 2, 2)
     up = {
-        "E": 256, "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "FMT": 4, "S": 4 if full else 2,
-        "X": warps,
+        "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "FMT": 4, "S": 4 if full else 2, "X": warps,
     }  # fmt: skip
-    for label, rows, grouped in (("row", 1, False), ("window", 8, False), ("many", 8, True)):
-        yield (
-            f"experts up, {label}",
-            moe_decode.expert_gate_up_kernel,
-            warps,
-            BYTES,
-            up | {"R": rows, "GROUPED": grouped},
-        )
+    yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | {"E": 256}
+    yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up
     yield "choose", moe_decode.choose_kernel, 1, {}, {"E": 256, "TOPK": top_k}
-    yield "group", moe_decode.group_kernel, 1, {}, {"TOPK": top_k}
+    yield "list", moe_decode.list_kernel, 8, {}, {"E": 256, "TOPK": top_k, "BLOCK": 256}
     inner = 512 if full else 64
     for fmt in (5, 6, 8) if full else (5,):
         down = {
