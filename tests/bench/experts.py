@@ -1,6 +1,6 @@
 """The routed experts of all 40 layers in decode: gate/up and down by rows of a call, each beside its floor, and exactness.
 
-    python -m tests.bench.experts [--json FILE] [--rows 1,2,4,8,16,32,64] [--no-checks]
+    python -m tests.bench.experts [--json FILE] [--rows 1,2,4,8,16,32,64] [--workers N] [--no-checks]
 
 Every layer and row has router logits of its own, so that rows share experts by chance only. The floor is the bytes of
 the experts that were chosen (a layer's every expert once) over the read bandwidth measured in the same run.
@@ -9,6 +9,8 @@ the experts that were chosen (a layer's every expert once) over the read bandwid
 from __future__ import annotations
 
 import argparse
+import concurrent.futures as futures
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,26 +90,48 @@ class Call:
         return found
 
 
+def prepare(job: tuple[str, int]) -> list[str]:
+    """In a worker, at once with others: a check, for its faults; or one layer, so that its kernels are compiled."""
+    kind, rows = job
+    try:
+        torch.cuda.set_device(0)
+        torch.manual_seed(0)
+        if kind == "choice":
+            return faults(check_choice(), kind)
+        if kind == "moe":
+            return faults(check_moe(rows), f"{kind} {rows}")
+        call = Experts(1).call(rows)
+        call.gate_up(0)
+        call.down(0)
+        torch.cuda.synchronize()
+        return []
+    except Exception as error:
+        return [f"{kind}, {rows} rows: {type(error).__name__}: {str(error)[:300]}"]
+
+
 def main() -> int:
-    """Times by rows, then checks; 1 if a check found a fault."""
+    """Checks, then times by rows; 1 if a check found a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as they come")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--workers", type=int, default=12, help="processes that check and compile beforehand")
     parser.add_argument("--no-checks", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
     record = Record(options.json, "cuda")
-    wrong = []
+    counts = [int(n) for n in options.rows.split(",")]
+    jobs = [("layer", rows) for rows in counts]
     if not options.no_checks:
-        checks = {"choice": check_choice} | {f"{T} rows": (lambda T=T: check_moe(T)) for T in CHECKED}
-        for name, check in checks.items():
-            found = faults(check(), name)
+        jobs += [("choice", 0), *(("moe", rows) for rows in CHECKED)]
+    wrong = []
+    with futures.ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for (kind, rows), found in zip(jobs, pool.map(prepare, jobs), strict=True):
             wrong += found
-            record.add(f"check {name}", found or "ok")
+            record.add(f"{kind} {rows}", found or "ok")
     bandwidth = read_bandwidth()
     record.add("read bandwidth TB/s", bandwidth)
     experts = Experts()
-    for rows in map(int, options.rows.split(",")):
+    for rows in counts:
         record.add(f"{rows} rows, us", experts.call(rows).times(bandwidth))
     return bool(wrong)
 
