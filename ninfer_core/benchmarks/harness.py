@@ -258,31 +258,37 @@ def _batch_run(subject: Subject, size: int, method: Method, context: int, seed: 
 
 
 def gap(subject: Subject, method: Method, *, context: int) -> Figure:
-    """The longest wait between two tokens of a running answer while another prompt of `context` tokens is read."""
+    """The longest wait between two tokens of a running answer while another prompt of `context` tokens is read.
+
+    The waits in which that prompt begins and ends are among them. Before, a prompt of that length is read alone.
+    """
+    alone = subject.start(subject.prompt(context, 3), 1, 3).result() if method.warm else None
     stamps: list[float] = []
     room = min(LONGEST_ANSWER, subject.context_length - PAGE)
-    running = subject.start(subject.prompt(PAGE, 1), room, 1)
+    running, prompt = subject.start(subject.prompt(PAGE, 1), room, 1), subject.prompt(context, 2)
     thread = threading.Thread(target=_Clock(running, stamps).run, daemon=True)
     thread.start()
     while len(stamps) < 8 and not running.done:
         time.sleep(0.002)
     before = [b - a for a, b in pairwise(stamps)]
     begin = time.monotonic()
-    done = subject.start(subject.prompt(context, 2), 1, 2).result()
+    done = subject.start(prompt, 1, 2).result()
     end = time.monotonic()
+    while stamps[-1] <= end and not running.done:
+        time.sleep(0.002)
     running.cancel()
     thread.join()
-    inside = [t for t in stamps if begin <= t <= end]
-    waits = [b - a for a, b in pairwise(inside)]
-    if not waits:
-        raise RuntimeError(
-            "the running answer made no token while the prompt was read: it ended before, or was held up"
-        )
+    waits = [b - a for a, b in pairwise(stamps) if b > begin and a < end]
+    if not waits or stamps[-1] <= end:
+        raise RuntimeError("the running answer ended while the prompt was read: make the answer longer")
     about = {
         **_about(subject, context, False),
         "median_before_ms": round(statistics.median(before) * 1e3, 3),
         "median_during_ms": round(statistics.median(waits) * 1e3, 3),
+        "waits": len(waits),
         "prefill_seconds": round(done.timings.prefill, 3),
+        "prefill_tokens_per_second": round(context / done.timings.prefill, 1),
+        "first_alone_seconds": round(alone.timings.prefill, 3) if alone else None,
     }
     return Figure(f"{subject.label}/gap/{context}", max(waits) * 1e3, "ms", details=about)
 

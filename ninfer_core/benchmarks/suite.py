@@ -64,7 +64,8 @@ def run(plan: Plan) -> tuple[Device, list[Figure]]:
     """
     drafts = sorted(plan.drafts)
     first = drafts[0] if "decode" in plan.parts else 0
-    with _opened(plan, drafts=first) as subject:
+    gap_alone = plan.parts == ("gap",)
+    with _opened(plan, drafts=first, sequences=2 if gap_alone else 1) as subject:
         device, limit = device_of(subject.device.type), subject.context_length
         bandwidth = read_bandwidth(subject.device)
         plan.say(f"read bandwidth: {bandwidth / 1e9:,.1f} GB/s")
@@ -76,16 +77,17 @@ def run(plan: Plan) -> tuple[Device, list[Figure]]:
         if "decode" in plan.parts:
             contexts = harness.contexts_for(limit, tokens + drafts[-1], plan.contexts)
             figures += _decode(plan, subject, contexts, method, answers)
+        if gap_alone:
+            figures.append(_gap(plan, subject, method, limit))
     if "decode" in plan.parts:
         for count in drafts[1:]:
             with _opened(plan, drafts=count, context=min(limit, max(contexts) + tokens + count)) as subject:
                 figures += _decode(plan, subject, contexts, method, answers)
     if "batch" in plan.parts:
         figures += _batch(plan, method, limit)
-    if "gap" in plan.parts:
-        context = plan.gap_context or harness.contexts_for(limit, tokens)[-2 if limit > 2048 else -1]
+    if "gap" in plan.parts and not gap_alone:
         with _opened(plan, drafts=0, sequences=2) as subject:
-            figures.append(harness.gap(subject, method, context=context))
+            figures.append(_gap(plan, subject, method, limit))
     return device, figures
 
 
@@ -95,6 +97,11 @@ def _decode(plan: Plan, subject: Subject, contexts: Sequence[int], method: Metho
     if plan.forced is not None and subject.draft_tokens == max(plan.drafts):
         made += harness.decode(subject, contexts, method, answers=answers, forced=plan.forced)
     return made
+
+
+def _gap(plan: Plan, subject: Subject, method: Method, limit: int) -> Figure:
+    context = plan.gap_context or harness.contexts_for(limit, method.tokens)[-2 if limit > 2048 else -1]
+    return harness.gap(subject, method, context=context)
 
 
 def _batch(plan: Plan, method: Method, limit: int) -> list[Figure]:

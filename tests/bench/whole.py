@@ -46,7 +46,8 @@ class Bench:
         device, figures = suite.run(made)
         for figure in figures:
             found = {"value": figure.value, "unit": figure.unit, "share of floor": figure.share}
-            about = ("forced", "tokens_per_round", "median_before_ms", "median_during_ms", "prefill_seconds")
+            about = ("forced", "tokens_per_round", "median_before_ms", "median_during_ms", "waits", "prefill_seconds",
+                     "prefill_tokens_per_second", "first_alone_seconds")  # fmt: skip
             self.record.add(figure.name, found | {key: figure.details[key] for key in about if key in figure.details})
         if self._results is not None and not self.short:
             self._results.mkdir(parents=True, exist_ok=True)
