@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
-import random
 import socket
 import struct
 import threading
@@ -13,9 +13,10 @@ import time
 from functools import partial
 from typing import Any
 
-import httpx
 import pytest
-from ninfer_cli.server.context import Fairness
+from ninfer_cli.server.context import Fairness, Ticket
+from ninfer_cli.server.generation import EncodedStream, Generation
+from ninfer_cli.server.wire import StreamResponse
 
 from ninfer_core.errors import DeviceFaultError, EngineBusyError, NotFiniteError
 from ninfer_core.testing import Delay, Fault, Refuse, Reply, Script, ScriptedEngine, Wait
@@ -23,16 +24,9 @@ from ninfer_core.wire import decode_error
 from tests import serving
 
 from .conftest import Running
+from .crowd import STREAMS, crowd
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
-STREAMS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": USER, "stream": True},
-    "/v1/completions": {"prompt": "hi", "stream": True},
-    "/v1/responses": {"input": "hi", "stream": True},
-    "/v1/messages": {"messages": USER, "max_tokens": 99, "stream": True},
-    "/api/chat": {"messages": USER},
-    "/api/generate": {"prompt": "hi"},
-}
 
 
 def raw_request(server: Running, path: str, body: dict[str, Any], buffer: int | None = None) -> socket.socket:
@@ -299,50 +293,20 @@ def test_validation_keeps_the_event_loop_free(serve: Any) -> None:
     assert sorted(lags)[len(lags) // 2] < 0.25
 
 
-async def _rude(client: httpx.AsyncClient, number: int, until: float, seen: dict[str, int]) -> None:
-    """One client of the crowd: it reads a random part of its answer, or nothing, or sends rubbish."""
-    chance = random.Random(number)
-    while time.monotonic() < until:
-        path = chance.choice(list(STREAMS))
-        mood = chance.random()
-        try:
-            if mood < 0.15:
-                answer = await client.post(path, content=b'{"messages": [' * chance.randrange(1, 9))
-                assert answer.status_code == 400
-            elif mood < 0.3:
-                body = {**STREAMS[path], "stream": False}
-                with contextlib.suppress(httpx.TimeoutException):
-                    await client.post(path, json=body, timeout=chance.uniform(0.005, 0.2))
-            else:
-                async with client.stream("POST", path, json=STREAMS[path]) as answer:
-                    if answer.status_code != 200:
-                        assert answer.status_code in (503, 529), answer.status_code
-                        await asyncio.sleep(0.02)
-                        continue
-                    left = chance.randrange(1, 40)
-                    async for _ in answer.aiter_bytes():
-                        left -= 1
-                        if left < 0:
-                            break
-            seen["done"] = seen.get("done", 0) + 1
-        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            seen["broken"] = seen.get("broken", 0) + 1
-
-
 def test_a_crowd_of_rude_clients_leaves_nothing_behind(serve: Any) -> None:
     engine = ScriptedEngine(Script(Reply("word " * 40, reasoning="hm " * 10), burst=4, rate=400), max_sequences=8)
     server = serve(engine, slots=8, max_queue=40, heartbeat=0.05)
-    seen: dict[str, int] = {}
-
-    async def crowd() -> None:
-        limits = httpx.Limits(max_connections=128)
-        async with httpx.AsyncClient(base_url=server.url, timeout=20, limits=limits) as client:
-            until = time.monotonic() + 6
-            await asyncio.gather(*(_rude(client, i, until, seen) for i in range(64)))
-
-    asyncio.run(crowd())
+    before = _kept()
+    seen = asyncio.run(crowd(server.url, 64, 6))
     assert seen["done"] > 50 and seen.get("broken", 0) == 0, seen
     assert server.idle()
     assert not server.state.active and engine.stats()["running"] == engine.stats()["waiting"] == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("scripted-")]
     assert server.post("/v1/chat/completions", {"messages": USER}).status_code == 200
+    assert wait_for(lambda: _kept() <= before, seconds=30), (before, _kept())
+
+
+def _kept() -> int:
+    """Objects that belong to single requests, and must be gone with them."""
+    gc.collect()
+    return sum(type(item) in (Generation, EncodedStream, StreamResponse, Ticket) for item in gc.get_objects())

@@ -1,6 +1,7 @@
 """How much the HTTP server carries: chunks a second to one client, and the lag of its event loop under many.
 
     python -m tests.tools.server_load [--clients 64] [--rate 100] [--seconds 10] [--chunks 20000] [--threads]
+    python -m tests.tools.server_load --chaos 160 [--clients 64]    # rude clients: memory at every tenth of the time
 
 No model takes part: a token for every request in each round, from one thread, as a real engine does it; `--threads`
 takes a thread per request instead, which fight for the interpreter's lock. Clients run in a process of their own, over
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,46 @@ def measure(clients: int, tokens: int, rate: float | None, threads: bool = False
     }
 
 
+def chaos(clients: int, seconds: float) -> Iterator[dict[str, float]]:
+    """Memory of a server's process in MB while clients leave at any point and send rubbish, at each tenth of the time.
+
+    Raises:
+        RuntimeError: a connection broke, or a request is left over.
+    """
+    from tests.server.crowd import crowd
+
+    code = (
+        "import sys; from tests.server.conftest import running\n"
+        "from ninfer_core.testing import Reply, Script, ScriptedEngine\n"
+        "script = Script(Reply('word ' * 40, reasoning='hm ' * 10), burst=4, rate=400)\n"
+        "engine = ScriptedEngine(script, max_sequences=8)\n"
+        "with running(engine, slots=8, max_queue=40, heartbeat=0.05) as server:\n"
+        "    print(server.port, flush=True)\n"
+        "    for _ in sys.stdin:\n"
+        "        idle = server.idle()\n"
+        "        engine.requests.clear(), engine.handles.clear()\n"
+        "        print(int(idle), flush=True)\n"
+    )
+    path = f"{ROOT}:{ROOT / 'cli'}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as server:  # fmt: skip
+        assert server.stdin is not None and server.stdout is not None
+        url, requests = f"http://127.0.0.1:{int(server.stdout.readline())}", 0
+        for _ in range(10):
+            seen = asyncio.run(crowd(url, clients, seconds / 10))
+            server.stdin.write("?\n")
+            server.stdin.flush()
+            idle = server.stdout.readline().strip() == "1"
+            if seen.get("broken") or not idle:
+                raise RuntimeError(f"{seen}, idle: {idle}")
+            requests += seen["done"]
+            pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
+            yield {"requests": requests, "process_mb": round(pages * os.sysconf("SC_PAGESIZE") / 1e6, 1)}
+        server.stdin.close()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, or with `--port` be the clients."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,10 +231,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--chunks", type=int, default=20_000, help="to the single client")
     parser.add_argument("--threads", action="store_true", help="a thread per request")
+    parser.add_argument("--chaos", type=float, metavar="SECONDS", help="rude clients for so long, and nothing else")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given: Any = parser.parse_args(arguments)
     if given.port:
         print(json.dumps(asyncio.run(_clients(given.port, given.clients, given.chunks))))
+        return
+    if given.chaos:
+        for mark in chaos(given.clients, given.chaos):
+            print(json.dumps(mark), flush=True)
         return
     print(json.dumps({"one client": measure(1, given.chunks, None, True)}))
     many = measure(min(given.clients, MOST_CLIENTS), round(given.rate * given.seconds), given.rate, given.threads)
