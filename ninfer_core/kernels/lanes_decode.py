@@ -2,6 +2,9 @@
 
 A lane is the row of one slot in an int32 table: all that a round must know of a sequence and change in it, so that the
 host need not look before it launches the next one. `LANE` names the columns; floats are stored by their bits.
+
+Where the host has a say in what is drawn (a grammar), its order for a sequence's round is a row of another int32 table,
+`ORDER`, with a bit mask of ids for every row of the round.
 """
 
 from __future__ import annotations
@@ -44,8 +47,24 @@ class Lane:
     stops: int = 24
 
 
+@dataclass(frozen=True, slots=True)
+class OrderColumns:
+    """Columns of an order; `known` is the first of several.
+
+    `most`: tokens that the round may emit; 0 leaves the sequence where it is. `masked`: bit r is set where row r has a
+    mask. `behind`: if the round's last token is that of this row, the `known` ones (-1: none) are the next drafts.
+    """
+
+    most: int = 0
+    masked: int = 1
+    behind: int = 2
+    known: int = 8
+
+
 LANE = Lane()
 LANE_WIDTH = 32
+ORDER = OrderColumns()
+ORDER_WIDTH = 16
 RESULT_WIDTH = 8
 """Columns of a result: tokens emitted, 1 if a row was not finite, the tokens."""
 
@@ -64,12 +83,18 @@ _SEED = tl.constexpr(LANE.seed)
 _DRAFTS = tl.constexpr(LANE.drafts)
 _STOPS = tl.constexpr(LANE.stops)
 _WIDTH = tl.constexpr(LANE_WIDTH)
+_MOST = tl.constexpr(ORDER.most)
+_MASKED = tl.constexpr(ORDER.masked)
+_BEHIND = tl.constexpr(ORDER.behind)
+_KNOWN = tl.constexpr(ORDER.known)
+_ORDER = tl.constexpr(ORDER_WIDTH)
 _RESULT = tl.constexpr(RESULT_WIDTH)
 _K = tl.constexpr(MOST_TOP_K)
 _ROOM = tl.constexpr(2 * MOST_TOP_K)
 _SCRATCH = tl.constexpr(SCRATCH_WIDTH)
 _PATTERN = tl.constexpr(64)
 _CHAIN = tl.constexpr(MOST_DRAFTS)
+_LEAST = tl.constexpr(-3.0e38)
 
 
 @triton.jit(do_not_specialize=["table_width", "pages_used"])
@@ -96,6 +121,35 @@ def open_kernel(
         tl.store(tokens + b * R, tl.load(lane + _ANCHOR))
         for r in tl.static_range(1, R):
             tl.store(tokens + b * R + r, tl.load(lane + _DRAFTS + r - 1))
+
+
+@triton.jit(do_not_specialize=["addressable"])
+def mask_kernel(
+    logits, best, best_row, orders, masks, addressable,
+    V: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (row, block of groups of 32 ids): ids that the mask leaves out are out; see `mask`."""
+    COUNT: tl.constexpr = V // 32
+    t = tl.program_id(0)
+    wait_for_inputs(PDL)
+    masked = tl.load(orders + (t // R) * _ORDER + _MASKED)
+    if ((masked >> (t % R)) & 1) > 0:
+        group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        there = group < COUNT
+        word = tl.load(masks + t * COUNT + group, mask=there, other=0)
+        bit = tl.arange(0, 32)
+        ids = group[:, None] * 32 + bit[None, :]
+        legal = (((word[:, None] >> bit[None, :]) & 1) > 0) & (ids < addressable) & there[:, None]
+        at = logits + t.to(tl.int64) * V + ids
+        value = tl.load(at, mask=legal, other=float("-inf"))
+        tl.store(at, tl.full([BLOCK, 32], float("-inf"), tl.float32), mask=there[:, None] & (legal == 0))
+        top = tl.max(value, 1)
+        row = tl.min(tl.where(legal & (value == top[:, None]), ids, 2147483647), 1)
+        # What was not finite stays so, for `sample` to see; a group without a legal id looks like the least of all.
+        before = tl.load(best + t * COUNT + group, mask=there, other=0.0)
+        sound = there & (before > float("-inf")) & (before < float("inf"))
+        tl.store(best + t * COUNT + group, tl.where(top > _LEAST, top, _LEAST), mask=sound)
+        tl.store(best_row + t * COUNT + group, row, mask=sound)
 
 
 @triton.jit
@@ -131,8 +185,8 @@ def places_among(rank):
 
 
 @triton.jit
-def leaders(rank, count, ROOM: tl.constexpr):
-    """Mask of at most `ROOM` elements with the first `count` (<= ROOM) among them, and each one's place in it.
+def leaders(rank, live, count, ROOM: tl.constexpr):
+    """Mask of at most `ROOM` elements with the first `count` (<= ROOM) `live` ones among them, and their places in it.
 
     The count-th largest of the maxima of disjoint groups is a bound: as many elements reach it, and mostly few more.
     Where too many do (ties), the first `count` themselves.
@@ -141,7 +195,7 @@ def leaders(rank, count, ROOM: tl.constexpr):
     tops = tl.max(tl.reshape(rank, [rank.shape[0] // GROUPS, GROUPS]), 0)
     last = tl.minimum(count, GROUPS) - 1
     bound = tl.max(tl.where(places_among(tops) == last, tops, -2147483648), 0)
-    chosen = rank >= bound
+    chosen = live & (rank >= bound)
     if tl.sum(chosen.to(tl.int32), 0) > ROOM:
         chosen = first_of(rank, count)
     return chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -176,7 +230,7 @@ def sample_kernel(
         values = scratch_z + t * _SCRATCH
         # Blocks of 32 ids that hold the first `count`, then those ids and a few more, then they in order.
         rank = ordered(tl.where(there, tl.div_rn(top, temperature), float("-inf")))
-        chosen, place = leaders(rank, tl.minimum(count, COUNT), _ROOM)
+        chosen, place = leaders(rank, there & (top > _LEAST), tl.minimum(count, COUNT), _ROOM)
         found = tl.sum(chosen.to(tl.int32), 0)
         tl.store(names + place, block, mask=chosen)
         tl.debug_barrier()
@@ -186,7 +240,7 @@ def sample_kernel(
         live = tl.reshape(tl.broadcast_to((i < found)[:, None], [_ROOM, 32]), [_ROOM * 32]) & (ids < addressable)
         value = tl.load(logits + t.to(tl.int64) * V + ids, mask=live, other=float("-inf"))
         value = tl.where(live, tl.div_rn(value, temperature), float("-inf"))
-        chosen, place = leaders(ordered(value), count, _ROOM)
+        chosen, place = leaders(ordered(value), value > float("-inf"), count, _ROOM)
         found = tl.sum(chosen.to(tl.int32), 0)
         tl.store(names + _ROOM + place, ids, mask=chosen)
         tl.store(values + _ROOM + place, value, mask=chosen)
@@ -229,8 +283,8 @@ def draw(ids, z, k, top_p, min_p, u):
 
 @triton.jit(do_not_specialize=["batch"])
 def accept_kernel(
-    lanes, slots, sampled, bad, results, follow, pick, chain, pattern, batch,
-    R: tl.constexpr, FORCED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    lanes, slots, sampled, bad, results, follow, pick, chain, pattern, orders, batch,
+    R: tl.constexpr, FORCED: tl.constexpr, HELD: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (sequence): how many tokens a round emits, and the lane behind it; see `accept`."""
     b = tl.program_id(0)
@@ -247,6 +301,8 @@ def accept_kernel(
             alive = alive * (tl.load(sampled + b * R + r) == tl.load(lane + _DRAFTS + r)).to(tl.int32)
             accepted += alive
     emitted = tl.minimum(accepted + 1, remaining)
+    if HELD:
+        emitted = tl.minimum(emitted, tl.load(orders + b * _ORDER + _MOST))
     stops = tl.load(lane + _STOPS + tl.arange(0, 8))
     ended = remaining * 0
     fault = remaining * 0
@@ -278,14 +334,30 @@ def accept_kernel(
     tl.store(lane + _ROUNDS, tl.load(lane + _ROUNDS) + 1)
 
 
-@triton.jit(do_not_specialize=["batch"])
-def keep_kernel(lanes, slots, drafts, batch, K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr):
-    """Programs (sequence): drafts [K, B] into the lanes."""
+@triton.jit(do_not_specialize=["batch", "length"])
+def keep_kernel(
+    lanes, slots, drafts, results, orders, tape, pattern, batch, length,
+    K: tl.constexpr, HELD: tl.constexpr, TAPE: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (sequence): drafts [K, B] into the lanes; see `keep_drafts`."""
     b = tl.program_id(0)
     wait_for_inputs(PDL)
-    lane = lanes + tl.load(slots + b).to(tl.int64) * _WIDTH
+    slot = tl.load(slots + b).to(tl.int64)
+    lane = lanes + slot * _WIDTH
     for i in tl.static_range(K):
-        tl.store(lane + _DRAFTS + i, tl.load(drafts + i * batch + b))
+        draft = tl.load(drafts + i * batch + b)
+        if HELD:
+            known = tl.load(orders + b * _ORDER + _KNOWN + i)
+            last = tl.load(results + b * _RESULT) - 1
+            draft = tl.where((last == tl.load(orders + b * _ORDER + _BEHIND)) & (known >= 0), known, draft)
+        if TAPE:
+            at = tl.load(lane + _INDEX) + i
+            token = tl.load(tape + slot * length + at, mask=at < length, other=0)
+            right = tl.load(pattern + tl.load(lane + _ROUNDS) % _PATTERN)
+            draft = tl.where(i < right, token, tl.where(token == 0, 1, token - 1))
+        tl.store(lane + _DRAFTS + i, draft)
+        if HELD:
+            tl.store(drafts + i * batch + b, draft)
 
 
 def open_round(
@@ -306,6 +378,22 @@ def open_round(
     open_kernel[(slots.shape[0], triton.cdiv(pages_used, 256))](
         lanes, tables, slots, out.tokens, out.lengths, out.commits, out.deltas, out.pages, tables.shape[1], pages_used,
         R=rows, BLOCK=256, **_tiles.launch(lanes, 1),
+    )  # fmt: skip
+
+
+def mask(
+    logits: torch.Tensor, candidates: Candidates, orders: torch.Tensor, masks: torch.Tensor, *, addressable: int
+) -> None:
+    """Leave the ids that a row's mask does not name, out of its logits and candidates; other rows keep their bits.
+
+    Math: logits = -inf where bit id % 32 of word id // 32 is clear, or id >= addressable; candidates of what remains,
+    below all others where nothing does. A candidate that is not finite stays, so that `sample` finds the row bad.
+    Shapes: logits fp32 [T, V] and their candidates; orders int32 [B, ORDER_WIDTH]; masks int32 [T, V / 32].
+    """
+    rows, vocabulary = logits.shape
+    mask_kernel[(rows, triton.cdiv(vocabulary // 32, 64))](
+        logits, candidates.value, candidates.row, orders, masks, addressable,
+        V=vocabulary, R=rows // orders.shape[0], BLOCK=64, **_tiles.launch(logits, 4),
     )  # fmt: skip
 
 
@@ -346,6 +434,7 @@ def accept(
     pick: torch.Tensor,
     chain: torch.Tensor,
     pattern: torch.Tensor | None = None,
+    orders: torch.Tensor | None = None,
 ) -> None:
     """Move the lanes behind the tokens that a round emits: drafts as far as they equal the draws, and one draw more.
 
@@ -354,15 +443,33 @@ def accept(
     Shapes (int32): sampled, bad, follow [B * R]; results [B, RESULT_WIDTH]; pick [B]; chain [MOST_DRAFTS, B]. Written:
     `results`; `follow`, the token behind every row; `pick`, the last row that counts; `chain[i]`, the new length + i.
     With `pattern` [64] the number of accepted drafts is taken from there by the lane's round, for measurements.
+    `orders` [B, ORDER_WIDTH]: no more tokens than each of them says.
     """
     batch = slots.shape[0]
     accept_kernel[(batch,)](
-        lanes, slots, sampled, bad, results, follow, pick, chain, pattern if pattern is not None else bad, batch,
-        R=sampled.shape[0] // batch, FORCED=pattern is not None, **_tiles.launch(lanes, 1),
+        lanes, slots, sampled, bad, results, follow, pick, chain, pattern if pattern is not None else bad,
+        orders if orders is not None else bad, batch,
+        R=sampled.shape[0] // batch, FORCED=pattern is not None, HELD=orders is not None, **_tiles.launch(lanes, 1),
     )  # fmt: skip
 
 
-def keep_drafts(lanes: torch.Tensor, slots: torch.Tensor, drafts: torch.Tensor) -> None:
-    """Drafts int32 [k, B] into the lanes `slots`."""
+def keep_drafts(
+    lanes: torch.Tensor,
+    slots: torch.Tensor,
+    drafts: torch.Tensor,
+    held: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tape: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Drafts int32 [k, B] into the lanes `slots`.
+
+    `held`: results and orders of the round; the tokens that an order knows take the place of drafts, in `drafts` too.
+    `tape`, for measurements: tokens int32 [slots, n] of the whole answers and a pattern [64]; as many drafts as that
+    says are those that will be drawn, the others are wrong.
+    """
     count, batch = drafts.shape
-    keep_kernel[(batch,)](lanes, slots, drafts, batch, K=count, **_tiles.launch(lanes, 1))
+    results, orders = held or (drafts, drafts)
+    tokens, pattern = tape or (drafts, drafts)
+    keep_kernel[(batch,)](
+        lanes, slots, drafts, results, orders, tokens, pattern, batch, tokens.shape[1],
+        K=count, HELD=held is not None, TAPE=tape is not None, **_tiles.launch(lanes, 1),
+    )  # fmt: skip

@@ -3,8 +3,12 @@
 A sequence whose tokens the device can draw by itself gets a lane (`graphs`). From then on the host only launches rounds
 and lands them: it delivers what they emitted and moves the cursor. The device ends a sequence by its stop tokens and
 its limit; what the host alone can see (a stop string, a cancellation) ends it one round late, which costs that round.
-Grammars, log-probabilities, penalties, logit bias, a thinking budget and a top-k of 0 or above 64 need the host between
-rounds: such sequences do not come here.
+Log-probabilities, penalties, logit bias and a top-k of 0 or above 64 need the host between rounds: such sequences do
+not come here.
+
+Under a grammar or a thinking budget a round has two parts. The first, up to the logits, is launched like any other.
+While the device computes it, the host reads the round before, and from its tokens and drafts makes the `orders` by
+which the second part draws. Such sequences have launches of their own, so that others need not wait for the host.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from ..errors import NotFiniteError
+from .orders import VOID, Order, held, order
 from .pace import Pacer
 
 if TYPE_CHECKING:
@@ -48,10 +53,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a round emitted for one sequence; `finite` False: a row was not, and the sequence has ended."""
+    """What a round emitted for one sequence; `finite` False: a row was not, and the sequence has ended.
+
+    `drafts`: those of the next round, where the round had orders.
+    """
 
     tokens: list[int]
     finite: bool = True
+    drafts: Sequence[int] = ()
 
 
 class Launched(Protocol):
@@ -62,6 +71,13 @@ class Launched(Protocol):
 
     def seconds(self) -> float | None:
         """Device time, once it was read."""
+
+
+class Begun(Protocol):
+    """A round whose first part is under way. Until it is finished nothing else may run."""
+
+    def finish(self, orders: Sequence[Order]) -> Launched:
+        """Start the second part; an order for each sequence."""
 
 
 class LaneRounds(Protocol):
@@ -75,6 +91,9 @@ class LaneRounds(Protocol):
 
     def launch(self, slots: Sequence[int], rows: int, drafts: int, tokens: int) -> Launched:
         """Start a round."""
+
+    def begin(self, slots: Sequence[int], rows: int, drafts: int, tokens: int) -> Begun:
+        """Start the part of a round that needs no orders."""
 
     def hidden(self, slot: int, start: int, stop: int) -> Tensor:
         """Final hidden rows of the last tokens of a slot."""
@@ -101,6 +120,7 @@ class Seated:
     """A sequence on the device. `ahead`: rows launched and not landed; `drafted`: drafts that its lane will hold.
 
     `seen`: tokens whose rows the draft layer has; `torn`: the host cut tokens that the device's state has taken.
+    Under orders: `drafts`: those that its lane holds; `replaced`: its anchor is not the token that stands.
     """
 
     ahead: int = 0
@@ -109,6 +129,8 @@ class Seated:
     seen: int = 0
     torn: bool = False
     resuming: bool = False
+    drafts: Sequence[int] = ()
+    replaced: bool = False
 
 
 @dataclass(slots=True)
@@ -126,13 +148,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched round and whose it is."""
+    """A launched round and whose it is. `orders`: as many as sequences, or none."""
 
     launched: Launched
     crew: tuple[tuple[Running, Seated], ...]
     rows: int
     drafts: int
     group: Group
+    orders: tuple[Order, ...] = ()
 
 
 class Flights:
@@ -145,28 +168,23 @@ class Flights:
         self._late: dict[Running, Exception] = {}
 
     def serves(self, sequence: Running) -> bool:
-        """Whether the next round of a sequence can run without the host."""
+        """Whether the device draws the next round of a sequence."""
         if sequence.seated is not None:
             return True
-        session, sampler = sequence.session, sequence.sampler
-        return (
-            sampler.grammar is None
-            and sampler.logprobs is None
-            and not session.guided
-            and self.rounds.draws(sampler.params)
-            and len(sequence.tokens) == sequence.length + 1
-        )
+        sampler = sequence.sampler
+        drawn = sampler.logprobs is None and self.rounds.draws(sampler.params)
+        return drawn and (held(sequence) or not sequence.owed)
 
     def rows_for(self, sequence: Running) -> int:
         """Rows of the next round: 1, and the drafts of the lane while drafting pays."""
         if not sequence.pace.drafting:
             return 1
-        return 1 + (len(sequence.drafts) if sequence.seated is None else sequence.seated.drafted)
+        return 1 + (len(self._first_drafts(sequence)) if sequence.seated is None else sequence.seated.drafted)
 
     def round(self, sequences: Sequence[Running]) -> dict[Running, Exception]:
         """Launch a round of sequences with equal `rows_for`, and land those launched before that hold any of them."""
         faults = {s: self._late.pop(s) for s in sequences if s in self._late}
-        groups: dict[tuple[int, int], list[Running]] = {}
+        groups: dict[tuple[bool, int, int], list[Running]] = {}
         for sequence in sequences:
             if sequence.session.ended or sequence in faults:
                 continue
@@ -178,12 +196,13 @@ class Flights:
             if seated.resuming:
                 self._resume(sequence, seated)
             rows, drafts = self.rows_for(sequence), self._pacer.depth if sequence.pace.drafting else 0
-            groups.setdefault((rows, drafts), []).append(sequence)
+            groups.setdefault((held(sequence), rows, drafts), []).append(sequence)
         launched = []
-        for (rows, drafts), members in groups.items():
+        for (ordered, rows, drafts), members in sorted(groups.items(), key=lambda item: item[0][0]):
             parts = self._parts(members, rows)
             group = Group(len(members), drafts, len(parts))
-            launched += [self._launch(part, rows, group) for part in parts]
+            for part in parts:
+                launched += self._steer(part, rows, group, faults) if ordered else [self._launch(part, rows, group)]
         faults |= self._land(sequences, None)
         self._flying += launched
         return faults
@@ -203,35 +222,81 @@ class Flights:
         most = max(1, self.rounds.rows_within(max(_reach(s, rows) for s in members)) // rows)
         return [members[i : i + most] for i in range(0, len(members), most)]
 
+    def _first_drafts(self, sequence: Running) -> list[int]:
+        """The drafts of a sequence that gets a lane. Under orders as many as rounds have now, so that it joins others.
+
+        Tokens that are owed come first, and ids that need not be right fill up.
+        """
+        if not held(sequence):
+            return sequence.drafts
+        count = self._pacer.depth if sequence.pace.drafting else 0
+        return (sequence.owed + sequence.drafts + [0] * count)[:count]
+
     def _seat(self, sequence: Running) -> Seated:
-        session = sequence.session
-        start = Start(
-            anchor=sequence.tokens[-1],
-            length=sequence.length,
-            commit=sequence.commit,
-            index=sequence.emitted,
-            remaining=session.room,
-            params=sequence.sampler.params,
-            drafts=sequence.drafts,
-            stops=session.end_ids,
-            rope_delta=sequence.rope_delta,
-        )
-        self.rounds.seat(sequence.slot, sequence.pages, start)
-        seated = Seated(drafted=len(sequence.drafts), seen=sequence.length)
+        drafts = self._first_drafts(sequence)
+        seated = Seated(drafted=len(drafts), seen=sequence.length)
+        self._fill_lane(sequence, seated, drafts)
         sequence.seated = seated
         sequence.drafts = []
         return seated
 
+    def _fill_lane(self, sequence: Running, seated: Seated, drafts: Sequence[int]) -> None:
+        session, owed = sequence.session, len(sequence.owed)
+        start = Start(
+            anchor=sequence.tokens[sequence.length],
+            length=sequence.length,
+            commit=sequence.commit,
+            index=sequence.emitted - owed,
+            remaining=session.room + owed,
+            params=sequence.sampler.params,
+            drafts=drafts,
+            stops=session.end_ids,
+            rope_delta=sequence.rope_delta,
+        )
+        self.rounds.seat(sequence.slot, sequence.pages, start)
+        seated.drafts = drafts
+
     def _launch(self, members: list[Running], rows: int, group: Group) -> Flight:
-        reach, drafts = max(_reach(s, rows) for s in members), group.drafts
-        launched = self.rounds.launch([s.slot for s in members], rows, drafts, reach)
-        crew = []
-        for sequence in members:
-            seated = sequence.seated
-            assert seated is not None
-            seated.flying, seated.ahead, seated.drafted = seated.flying + 1, seated.ahead + rows, drafts
-            crew.append((sequence, seated))
-        return Flight(launched, tuple(crew), rows, drafts, group)
+        reach = max(_reach(s, rows) for s in members)
+        launched = self.rounds.launch([s.slot for s in members], rows, group.drafts, reach)
+        return Flight(launched, _board(members, rows, group.drafts), rows, group.drafts, group)
+
+    def _steer(self, members: list[Running], rows: int, group: Group, faults: dict[Running, Exception]) -> list[Flight]:
+        """Launch a round of sequences that need orders; the rounds before are read while the device computes its rows.
+
+        Sequences that have ended are left out; `faults` takes those of single ones.
+        """
+        members = [s for s in members if not s.session.ended and s not in faults]
+        if not members:
+            return []
+        reach = max(_reach(s, rows) for s in members)
+        begun = self.rounds.begin([s.slot for s in members], rows, group.drafts, reach)
+        crew = _board(members, rows, group.drafts)
+        faults |= self._land(members, None)
+        orders = tuple(self._order(sequence, seated, rows, faults) for sequence, seated in crew)
+        launched = begun.finish(orders)
+        for sequence, seated in crew:
+            if seated.replaced and not sequence.session.ended and sequence not in faults:
+                self._replace(sequence, seated)
+        return [Flight(launched, crew, rows, group.drafts, group, orders)]
+
+    def _order(self, sequence: Running, seated: Seated, rows: int, faults: dict[Running, Exception]) -> Order:
+        if sequence.session.ended or sequence in faults or seated.replaced:
+            return VOID
+        try:
+            return order(sequence, seated.drafts[: rows - 1])
+        except Exception as error:
+            faults[sequence] = error
+            return VOID
+
+    def _replace(self, sequence: Running, seated: Seated) -> None:
+        """The lane's last token does not stand: begin it anew behind the rows that the device has applied."""
+        seated.replaced = False
+        sequence.commit = 0
+        if self._draft_tokens and seated.seen == sequence.length:
+            seated.seen -= 1  # the draft layer's last row looked at the wrong token
+            self.catch_up(sequence, seated, sequence.length)
+        self._fill_lane(sequence, seated, (sequence.owed + [0] * seated.drafted)[: seated.drafted])
 
     def _land(self, sequences: Sequence[Running], only: Seated | None) -> dict[Running, Exception]:
         """Read flights in order up to the last that holds one of `sequences` (or `only`); faults of `sequences`."""
@@ -264,12 +329,15 @@ class Flights:
             return  # nobody waits for it
         results = flight.launched.read()
         self._time(flight, flight.launched.seconds())
-        for (sequence, seated), result in zip(flight.crew, results, strict=True):
+        for i, ((sequence, seated), result) in enumerate(zip(flight.crew, results, strict=True)):
             seated.flying, seated.ahead = seated.flying - 1, seated.ahead - flight.rows
             if sequence.seated is not seated or sequence.session.ended or sequence in self._late:
                 continue
+            ordered = flight.orders[i] if flight.orders else None
+            if ordered is VOID:
+                continue
             try:
-                self._take(sequence, seated, result, flight)
+                self._take(sequence, seated, result, flight, ordered)
             except Exception as error:
                 self._late[sequence] = error
 
@@ -281,7 +349,7 @@ class Flights:
         if group.left == 0 and group.seconds is not None and flight.rows == 1 + group.drafts:
             self._pacer.measured(group.drafts, group.size, group.seconds)
 
-    def _take(self, sequence: Running, seated: Seated, result: Result, flight: Flight) -> None:
+    def _take(self, sequence: Running, seated: Seated, result: Result, flight: Flight, ordered: Order | None) -> None:
         """Deliver what a round emitted and move the cursor."""
         if not result.finite:
             raise NotFiniteError(
@@ -290,11 +358,22 @@ class Flights:
             )
         if not result.tokens:
             raise RuntimeError("the device has ended a sequence that the host still runs")
-        kept = self._host.deliver(sequence, result.tokens, flight.rows - 1)
+        tokens = result.tokens
+        owed = min(len(sequence.owed), len(tokens))
+        kept = owed
+        if ordered is not None:
+            if tokens[:owed] != sequence.owed[:owed]:
+                raise RuntimeError("the device has drawn other tokens than those that were certain")
+            tokens = [*tokens[:owed], *sequence.sampler.stand(tokens[owed:], ordered.rows[owed:])]
+            seated.drafts, seated.replaced = result.drafts, tokens[-1] != result.tokens[-1]
+        if owed < len(tokens):
+            kept += self._host.deliver(sequence, tokens[owed:], flight.rows - 1 - owed)
         sequence.length += kept
         # A round that is under way has applied the rows of this one, those that the host cut included.
-        seated.torn = kept < len(result.tokens) and seated.flying > 0
+        seated.torn = kept < len(tokens) and seated.flying > 0
         sequence.commit = 0 if seated.flying else kept
+        if ordered is not None and kept < len(tokens) and not sequence.session.ended:
+            raise RuntimeError("tokens were cut of a sequence that goes on")
         if flight.drafts:
             seated.seen = sequence.length
         if not sequence.session.ended and self._draft_tokens:
@@ -322,6 +401,17 @@ class Flights:
         self._host.fill(sequence, seated.seen, stop, hidden)
         seated.seen = stop
         return True
+
+
+def _board(members: Sequence[Running], rows: int, drafts: int) -> tuple[tuple[Running, Seated], ...]:
+    """The members of a round that is under way now."""
+    crew = []
+    for sequence in members:
+        seated = sequence.seated
+        assert seated is not None
+        seated.flying, seated.ahead, seated.drafted = seated.flying + 1, seated.ahead + rows, drafts
+        crew.append((sequence, seated))
+    return tuple(crew)
 
 
 def _reach(sequence: Running, rows: int) -> int:

@@ -70,12 +70,14 @@ class State:
 class Row:
     """What may stand at one place: one `forced` token, or those of the `mask`, or all but the `banned` ones.
 
-    `mask`: one bit per id, lowest first.
+    `mask`: one bit per id, lowest first. `last`: the token drawn here may be replaced by one that closes the value, so
+    what follows it is not known.
     """
 
     forced: int | None = None
     mask: bytes | None = None
     banned: np.ndarray | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,7 @@ class Grammar:
             forced = self._matcher.compute_ff_tokens()
             if forced:
                 return Row(forced=forced[0])
-        return Row(mask=self._mask(state))
+        return Row(mask=self._mask(state), last=state.position + 1 >= state.check)
 
     def _mask(self, state: State) -> bytes:
         key = self._raw_key(state) if self._plan.raw else None
@@ -357,6 +359,25 @@ class Grammar:
             return closing[0]
         self._states[-1] = replace(after, lost=after.lost + 1, check=after.position + 2 ** min(after.lost, _PATIENCE))
         return token
+
+    def stand(self, tokens: Sequence[int], rows: Sequence[Row]) -> list[int]:
+        """Take tokens that were drawn by these `rows`, for now; returns those that stand: the last may be another.
+
+        Raises:
+            RuntimeError: one that its row does not allow, or one behind a token that was replaced.
+        """
+        made: list[int] = []
+        for token, row in zip(tokens, rows, strict=False):
+            if not _may(row, token):
+                raise RuntimeError(f"token {token} was drawn where the grammar does not allow it")
+            if row.forced is not None:
+                self.take(token)
+            made.append(token if row.forced is not None else self.admit(token))
+            if made[-1] != token:
+                break
+        if len(made) < len(tokens):
+            raise RuntimeError(f"{len(tokens)} tokens were drawn, but {len(made)} could be")
+        return made
 
     def _closing(self) -> tuple[int, ...] | None:
         """What closes the value if the last token is given back, as it then is; None, and it stays, if nothing can."""

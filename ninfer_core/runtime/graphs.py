@@ -6,6 +6,9 @@ in powers of two) replay one graph; the first round of a number of rows and draf
 compiles its kernels.
 Every batch size has graphs of its own, so no padding rows exist that could touch a state.
 
+A round under `orders` is two graphs: `begin` launches all up to the logits, `BegunRound.finish` sends the orders and
+launches the rest.
+
 To measure without requests: make `DeviceRounds`, `seat` its slots (any page contents), set `pattern` to force how many
 drafts are accepted (64 counts, taken in turn by every sequence), then `launch` and `LaunchedRound.read` in turn.
 """
@@ -21,16 +24,20 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..kernels.compile_ahead import prepare
+from ..kernels.head_decode import Candidates
 from ..kernels.lanes_decode import (
     LANE,
     LANE_WIDTH,
     MOST_DRAFTS,
     MOST_STOPS,
     MOST_TOP_K,
+    ORDER,
+    ORDER_WIDTH,
     RESULT_WIDTH,
     SCRATCH_WIDTH,
     accept,
     keep_drafts,
+    mask,
     open_round,
     sample,
 )
@@ -39,27 +46,38 @@ from ..kernels.sampling import MIN_TEMPERATURE
 from ..model.fused import ROWS, FusedCall, FusedDecoder, FusedMTP
 from ..state import FusedState
 from .flights import KEPT, Result, Start
+from .orders import Order, write
 from .validation import SamplingParams
 
 MOST_GRAPHS = 64
 """Graphs kept, of some megabytes each; one that was not used for longest goes first."""
+SENDS = 4
+"""Buffers of orders on the host, so that none must be awaited while an earlier one is on its way."""
+Shape = tuple[int, int, int, int]
+"""Sequences, rows of each, drafts made, attention splits."""
 
 
 class LaunchedRound:
     """A round that was launched. `rows`: of each sequence; `read` waits for it."""
 
     def __init__(
-        self, slots: tuple[int, ...], rows: int, results: Tensor, events: tuple[object, object] | None
+        self,
+        slots: tuple[int, ...],
+        rows: int,
+        results: Tensor,
+        events: tuple[object, object] | None,
+        drafts: Tensor | None = None,
     ) -> None:
         self.slots, self.rows = slots, rows
-        self._results, self._events = results, events
+        self._results, self._events, self._drafts = results, events, drafts
 
     def read(self) -> list[Result]:
         """The results, one for each slot of the launch."""
         if self._events is not None:
             self._events[1].synchronize()  # type: ignore[attr-defined]
         found = self._results.tolist()
-        return [Result(row[2 : 2 + row[0]], row[1] == 0) for row in found]
+        made: list[list[int]] = [[]] * len(found) if self._drafts is None else self._drafts.t().tolist()
+        return [Result(row[2 : 2 + row[0]], row[1] == 0, drafts) for row, drafts in zip(found, made, strict=True)]
 
     def seconds(self) -> float | None:
         """Device time of the round, once it was read; None where there is no clock."""
@@ -67,6 +85,53 @@ class LaunchedRound:
             return None
         begin, end = self._events
         return float(begin.elapsed_time(end)) / 1e3  # type: ignore[attr-defined]
+
+
+class BegunRound:
+    """A round whose rows are being computed. Nothing else may run before it is finished."""
+
+    def __init__(self, rounds: DeviceRounds, shape: Shape, turn: int, begin: object | None) -> None:
+        self._rounds, self._shape, self._turn, self._begin = rounds, shape, turn, begin
+
+    def finish(self, orders: Sequence[Order]) -> LaunchedRound:
+        """Draw by these orders, one for each slot; accept, and draft."""
+        return self._rounds._finish(self._shape, self._turn, self._begin, orders)
+
+
+class _Orders:
+    """Orders and masks of one round, fixed on the device, in turns on the host: one copy brings both."""
+
+    def __init__(self, device: torch.device, vocabulary: int) -> None:
+        self._words = vocabulary // 32
+        size = ROWS * (ORDER_WIDTH + self._words)
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self.orders = self._device[: ROWS * ORDER_WIDTH].view(ROWS, ORDER_WIDTH)
+        self.masks = self._device[ROWS * ORDER_WIDTH :].view(ROWS, self._words)
+        cuda = device.type == "cuda"
+        self._host = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(SENDS)]
+        self._sent = [torch.cuda.Event() if cuda else None for _ in range(SENDS)]
+        self._turn = 0
+
+    def send(self, orders: Sequence[Order], rows: int) -> None:
+        """Write the orders of a round of so many rows a sequence, and start the copy."""
+        self._turn = (self._turn + 1) % SENDS
+        host, sent = self._host[self._turn], self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()
+        flat = host.numpy()
+        table = flat[: ROWS * ORDER_WIDTH].reshape(ROWS, ORDER_WIDTH)
+        masks = flat[ROWS * ORDER_WIDTH :].view(np.uint8).reshape(ROWS, 4 * self._words)
+        for i, order in enumerate(orders):
+            masked = [write(row, masks[i * rows + r]) for r, row in enumerate(order.rows)]
+            table[i] = -1
+            table[i, ORDER.most] = order.most
+            table[i, ORDER.masked] = sum(1 << r for r, there in enumerate(masked) if there)
+            table[i, ORDER.behind] = len(order.rows) - 1
+            table[i, ORDER.known : ORDER.known + len(order.known)] = order.known
+        size = ROWS * ORDER_WIDTH + len(orders) * rows * self._words
+        self._device[:size].copy_(host[:size], non_blocking=True)
+        if sent is not None:
+            sent.record()
 
 
 class _Buffers:
@@ -86,6 +151,16 @@ class _Buffers:
 
 
 @dataclass(frozen=True, slots=True)
+class _Logits:
+    """What the first part of a round leaves for the second: views of fixed buffers."""
+
+    call: FusedCall
+    hidden: Tensor
+    logits: Tensor
+    candidates: Candidates
+
+
+@dataclass(frozen=True, slots=True)
 class _Opened:
     """Where `open_round` puts the call of a round."""
 
@@ -99,7 +174,7 @@ class _Opened:
 def rounds_bytes(config: ModelConfig, slots: int, pages: int, mtp: bool) -> int:
     """Device bytes of `DeviceRounds`, nearly all of them hidden rows and page tables."""
     kept = slots * KEPT * config.hidden_size * 2 if mtp else 0
-    return kept + (slots + ROWS) * (pages + 16) * 4 + (1 << 18)
+    return kept + (slots + ROWS) * (pages + 16) * 4 + ROWS * (config.vocab_size // 8 + 4 * ORDER_WIDTH) + (1 << 18)
 
 
 class DeviceRounds:
@@ -128,8 +203,10 @@ class DeviceRounds:
         self._addressable = addressable
         device = decoder.device
         self._cuda = device.type == "cuda"
-        self._graphs: dict[tuple[int, int, int, int], torch.cuda.CUDAGraph] = {}
-        self._warm: set[tuple[int, int, int, int]] = set()
+        self._graphs: dict[tuple[str, Shape], torch.cuda.CUDAGraph] = {}
+        self._warm: set[tuple[str, Shape]] = set()
+        self._opened: dict[Shape, _Logits] = {}
+        self._orders: _Orders | None = None
         self._use_graphs = graphs and self._cuda
         self._pages = -(-pages // 16) * 16
         self.lanes = torch.zeros(slots, LANE_WIDTH, dtype=torch.int32, device=device)
@@ -140,12 +217,14 @@ class DeviceRounds:
             else None
         )
         self._pattern: Tensor | None = None
+        self._tape: tuple[Tensor, Tensor] | None = None
         self._aside: torch.cuda.Stream | None = None
         self._buffers = _Buffers(device, self._pages)
         # Results lie in turns: at most two rounds of a sequence are launched and not read, each in a launch of its own.
         self._turns = max(64, 2 * slots + 2)
         self._host = torch.zeros(self._turns, ROWS, RESULT_WIDTH, dtype=torch.int32, pin_memory=self._cuda)
         self._host_slots = torch.zeros(self._turns, ROWS, dtype=torch.int32, pin_memory=self._cuda)
+        self._host_drafts = torch.zeros(self._turns, MOST_DRAFTS * ROWS, dtype=torch.int32, pin_memory=self._cuda)
         self._launched = 0
         self._current: tuple[int, ...] = ()
 
@@ -157,13 +236,26 @@ class DeviceRounds:
     @pattern.setter
     def pattern(self, counts: Tensor | None) -> None:
         self._pattern = counts
-        self._graphs.clear()  # each holds where the counts are, or that there are none
+        self._forget()  # each graph holds where the counts are, or that there are none
+
+    def replay(self, answers: Tensor | None, counts: Tensor | None = None) -> None:
+        """For measurements: drafts come from known answers from now on, or no longer.
+
+        Args:
+            answers: int32 [slots, n], the tokens that the lanes' sequences will draw, from their first on.
+            counts: int32 [64], how many drafts are right in a sequence's rounds in turn; the others are wrong.
+        """
+        self._tape = None if answers is None or counts is None else (answers, counts)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._graphs.clear()
         self._warm.clear()
+        self._opened.clear()
 
     def clear(self) -> None:
         """Forget all lanes and graphs. Nothing of earlier launches is read again."""
-        self._graphs.clear()
-        self._warm.clear()
+        self._forget()
         self._current = ()
         for tensor in (self.lanes, self.tables):
             tensor.zero_()
@@ -178,7 +270,14 @@ class DeviceRounds:
         splits = self._decoder.work.splits(1)
         windows = ((1, 0), (1, drafts), (drafts + 1, drafts))
         shapes = {(batch, *window) for batch in (1, min(8, len(self.lanes))) for window in windows}
-        return prepare(lambda: [self._round(*shape, splits) for shape in sorted(shapes)])
+
+        def launch() -> None:
+            for shape in sorted(shapes):
+                self._round(*shape, splits)
+                if shape[0] == 1:
+                    self._second(*shape, splits)
+
+        return prepare(launch)
 
     def draws(self, params: SamplingParams) -> bool:
         """Whether the sampler here serves these: no penalties or bias, and greedy or a top-k of 1 to 64."""
@@ -229,6 +328,30 @@ class DeviceRounds:
             drafts: drafts made for the next round; 0 leaves the draft layer behind.
             tokens: no row sees more tokens than this; it chooses the graph.
         """
+        shape, turn = self._turn_of(slots, rows, drafts, tokens)
+        began = self._now()
+        self._run("round", shape)
+        return self._returned(shape, turn, began)
+
+    def begin(self, slots: Sequence[int], rows: int, drafts: int, tokens: int) -> BegunRound:
+        """Start a round as `launch` does, up to the logits; whatever follows must first `finish` it."""
+        shape, turn = self._turn_of(slots, rows, drafts, tokens)
+        began = self._now()
+        self._run("first", (shape[0], rows, 0, shape[3]))
+        return BegunRound(self, shape, turn, began)
+
+    def _finish(self, shape: Shape, turn: int, began: object | None, orders: Sequence[Order]) -> LaunchedRound:
+        self._told.send(orders, shape[1])
+        self._run("second", shape)
+        drafts, count = None, shape[0] * shape[2]
+        if count:
+            made = self._host_drafts[turn, :count]
+            made.copy_(self._buffers.drafts[:count], non_blocking=self._cuda)
+            drafts = made.view(shape[2], shape[0])
+        return self._returned(shape, turn, began, drafts)
+
+    def _turn_of(self, slots: Sequence[int], rows: int, drafts: int, tokens: int) -> tuple[Shape, int]:
+        """The shape of a launch and where its results go. The device learns its slots."""
         batch = len(slots)
         splits = self._decoder.work.splits(tokens)
         if batch * rows > self._decoder.work.rows_within(splits):
@@ -241,38 +364,62 @@ class DeviceRounds:
             self._current = tuple(slots)
             self._host_slots[turn, :batch] = torch.tensor(slots, dtype=torch.int32)
             self._buffers.slots[:batch].copy_(self._host_slots[turn, :batch], non_blocking=True)
-        events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) if self._cuda else None
-        if events is not None:
-            events[0].record()
-        self._run((batch, rows, drafts, splits))
-        results = self._host[turn, :batch]
-        results.copy_(self._buffers.results[:batch], non_blocking=self._cuda)
-        if events is not None:
-            events[1].record()
-        return LaunchedRound(self._current, rows, results, events)  # type: ignore[arg-type]
+        return (batch, rows, drafts, splits), turn
 
-    def _run(self, shape: tuple[int, int, int, int]) -> None:
+    def _now(self) -> object | None:
+        """An event behind all that was launched; None where there is no clock."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _returned(self, shape: Shape, turn: int, began: object | None, drafts: Tensor | None = None) -> LaunchedRound:
+        """A round that was launched from `began` on; its results are on their way."""
+        results = self._host[turn, : shape[0]]
+        results.copy_(self._buffers.results[: shape[0]], non_blocking=self._cuda)
+        end = self._now()
+        events = None if began is None or end is None else (began, end)
+        return LaunchedRound(self._current, shape[1], results, events, drafts)
+
+    @property
+    def _told(self) -> _Orders:
+        """Made when the first round needs orders."""
+        if self._orders is None:
+            self._orders = _Orders(self.lanes.device, self._decoder.config.vocab_size)
+        return self._orders
+
+    def _run(self, part: str, shape: Shape) -> None:
         batch, rows, drafts, _ = shape
-        kernels = (rows, drafts, -(-batch * rows // 8), -(-batch // 8))
+        kernels = (part, (rows, drafts, -(-batch * rows // 8), -(-batch // 8)))
         if not self._use_graphs or kernels not in self._warm:
             self._warm.add(kernels)
-            self._round(*shape)
+            self._part(part, shape)
             return
-        graph = self._graphs.pop(shape, None) or self._captured(shape)
+        graph = self._graphs.pop((part, shape), None) or self._captured(part, shape)
         graph.replay()
-        self._graphs[shape] = graph  # the last used are last
+        self._graphs[part, shape] = graph  # the last used are last
         if len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
 
-    def _captured(self, shape: tuple[int, int, int, int]) -> torch.cuda.CUDAGraph:
-        """A round as a graph. Nothing is allocated in it and nothing runs: rounds under way need not be waited for."""
+    def _part(self, part: str, shape: Shape) -> None:
+        """Launch a whole round, or its first or second part."""
+        if part == "round":
+            self._round(*shape)
+        elif part == "first":
+            self._first(shape[0], shape[1], shape[3])
+        else:
+            self._second(*shape)
+
+    def _captured(self, part: str, shape: Shape) -> torch.cuda.CUDAGraph:
+        """A round, or a part, as a graph. Nothing is allocated and nothing runs, so nothing is awaited."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._aside = self._aside or torch.cuda.Stream()
         self._aside.wait_stream(current)
         with torch.cuda.stream(self._aside):
             graph.capture_begin(capture_error_mode="relaxed")  # a kernel may be loaded here
             try:
-                self._round(*shape)
+                self._part(part, shape)
             finally:
                 graph.capture_end()
         current.wait_stream(self._aside)
@@ -280,6 +427,18 @@ class DeviceRounds:
 
     def _round(self, batch: int, rows: int, drafts: int, splits: int) -> None:
         """All launches of one round."""
+        self._first(batch, rows, splits)
+        self._rest(batch, rows, drafts, splits, None)
+
+    def _second(self, batch: int, rows: int, drafts: int, splits: int) -> None:
+        """The launches behind the logits, by the orders that were sent."""
+        told, opened = self._told, self._opened[batch, rows, 0, splits]
+        orders, masks = told.orders[:batch], told.masks[: batch * rows]
+        mask(opened.logits, opened.candidates, orders, masks, addressable=self._addressable)
+        self._rest(batch, rows, drafts, splits, orders)
+
+    def _first(self, batch: int, rows: int, splits: int) -> None:
+        """The launches up to the logits."""
         buffers, decoder, total = self._buffers, self._decoder, batch * rows
         slots = buffers.slots[:batch]
         opened = _Opened(
@@ -294,10 +453,15 @@ class DeviceRounds:
         rope_rows(decoder.turns, opened.lengths, opened.deltas, cos, sin)
         call = FusedCall(rows, opened.tokens, slots, opened.lengths, opened.commits, opened.pages, cos, sin, splits)
         hidden = decoder.forward(self._state, call, self.kept)
-        logits, candidates = decoder.choose(total, self._addressable)
-        sampled, bad = buffers.sampled[:total], buffers.bad[:total]
+        self._opened[batch, rows, 0, splits] = _Logits(call, hidden, *decoder.choose(total, self._addressable))
+
+    def _rest(self, batch: int, rows: int, drafts: int, splits: int, orders: Tensor | None) -> None:
+        """The launches behind the logits: draw, accept, draft."""
+        buffers, total = self._buffers, batch * rows
+        opened = self._opened[batch, rows, 0, splits]
+        slots, sampled, bad = opened.call.slots, buffers.sampled[:total], buffers.bad[:total]
         sample(
-            logits, candidates, self.lanes, slots, buffers.scratch, buffers.scratch_z, sampled, bad,
+            opened.logits, opened.candidates, self.lanes, slots, buffers.scratch, buffers.scratch_z, sampled, bad,
             addressable=self._addressable,
         )  # fmt: skip
         follow, pick, chain = (
@@ -305,24 +469,27 @@ class DeviceRounds:
             buffers.pick[:batch],
             buffers.chain[: MOST_DRAFTS * batch].view(MOST_DRAFTS, batch),
         )
-        accept(self.lanes, slots, sampled, bad, buffers.results[:batch], follow, pick, chain, self._pattern)
+        results = buffers.results[:batch]
+        accept(self.lanes, slots, sampled, bad, results, follow, pick, chain, self._pattern, orders)
         if drafts:
-            self._draft(call, hidden, follow, pick, chain, drafts)
+            made = buffers.drafts[: drafts * batch].view(drafts, batch)
+            self._draft(opened.call, opened.hidden, follow, pick, chain, made)
+            keep_drafts(self.lanes, slots, made, None if orders is None else (results, orders), self._tape)
 
-    def _draft(self, call: FusedCall, hidden: Tensor, follow: Tensor, pick: Tensor, chain: Tensor, drafts: int) -> None:
+    def _draft(
+        self, call: FusedCall, hidden: Tensor, follow: Tensor, pick: Tensor, chain: Tensor, made: Tensor
+    ) -> None:
         """Realign the draft layer over the rows of the round, then draft from the last that counts."""
         mtp, buffers, batch = self._mtp, self._buffers, call.slots.shape[0]
         assert mtp is not None
-        made = buffers.drafts[: drafts * batch].view(drafts, batch)
         aligned = FusedCall(
             call.rows, follow, call.slots, call.lengths, call.commits, call.tables, call.cos, call.sin, call.splits
         )
         last = mtp.forward(self._state, aligned, hidden, pick)
         mtp.choose(batch, made[0])
-        for i in range(drafts - 1):
+        for i in range(made.shape[0] - 1):
             cos, sin = buffers.cos[:batch], buffers.sin[:batch]
             rope_rows(self._decoder.turns, chain[i], buffers.deltas[:batch], cos, sin)
             step = FusedCall(1, made[i], call.slots, chain[i], call.commits, call.tables, cos, sin, call.splits)
             last = mtp.forward(self._state, step, last)
             mtp.choose(batch, made[i + 1])
-        keep_drafts(self.lanes, call.slots, made)

@@ -373,9 +373,10 @@ class Runner:
         return faults
 
     def deliver(self, sequence: Running, tokens: list[int], drafted: int) -> int:
-        """Hand over what the device emitted; how many were kept (`flights.Host`)."""
+        """Hand over what the device emitted, and what is certain behind it; how many were kept (`flights.Host`)."""
         kept = sequence.session.deliver(tokens, None, drafted=drafted)
         self._take(sequence, tokens[:kept])
+        self._force(sequence)
         return kept
 
     def fill(self, sequence: Running, start: int, stop: int, hidden: Tensor) -> None:
@@ -447,11 +448,16 @@ class Runner:
             raise NotFiniteError(f"{error}; the request {name} was ended, others go on") from error
         kept = session.deliver(tokens, self._decorate(raw) if raw is not None else None, drafted=drafted)
         self._take(sequence, tokens[:kept])
-        while not session.ended and (forced := session.forced or sequence.sampler.forced()):
-            certain = [(token, 0.0, [(token, 0.0)]) for token in forced]
-            count = session.deliver(forced, self._decorate(certain) if raw is not None else None)
-            self._take(sequence, forced[:count])
+        self._force(sequence)
         return kept
+
+    def _force(self, sequence: Running) -> None:
+        """Deliver the tokens that are certain now, and take them over."""
+        session, sampler = sequence.session, sequence.sampler
+        while not session.ended and (forced := session.forced or sampler.forced()):
+            certain = [(token, 0.0, [(token, 0.0)]) for token in forced]
+            count = session.deliver(forced, self._decorate(certain) if sampler.logprobs is not None else None)
+            self._take(sequence, forced[:count])
 
     def _take(self, sequence: Running, tokens: Sequence[int]) -> None:
         sequence.tokens.extend(tokens)

@@ -69,6 +69,11 @@ class Running:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def owed(self) -> list[int]:
+        """Tokens behind the anchor that are known and emitted, though no row has stood for them yet."""
+        return self.tokens[self.length + 1 :]
+
+    @property
     def rope_delta(self) -> int:
         """Rotary position minus token index, behind the prompt."""
         return self.media.rope_delta if self.media is not None else 0

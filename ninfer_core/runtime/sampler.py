@@ -84,6 +84,10 @@ class Sampler:
             except NinferError:
                 self._ahead = None
 
+    def stand(self, tokens: Sequence[int], rows: Sequence[Row]) -> list[int]:
+        """The tokens that the device drew by these rows, as they stand (`Grammar.stand`)."""
+        return list(tokens) if self.grammar is None else self.grammar.stand(tokens, rows)
+
     def sample(self, logits: Tensor, drafts: Sequence[int], index: int) -> tuple[list[int], list[RawLogprob] | None]:
         """The tokens a round emits: row i judges draft i; the first row that differs ends it.
 

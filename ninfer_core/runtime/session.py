@@ -142,6 +142,13 @@ class Session:
         return self._thinking_budget is not None
 
     @property
+    def burst(self) -> int | None:
+        """How many tokens may come at once before the think block must be closed; None: any number."""
+        if self._thinking_budget is None or not self._machine.in_reasoning:
+            return None
+        return self._thinking_budget - self._machine.reasoning_tokens
+
+    @property
     def end_ids(self) -> Sequence[int]:
         """Ids that end the output, ascending."""
         return sorted(self._machine.ends)

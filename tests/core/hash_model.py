@@ -13,7 +13,9 @@ import time
 import numpy as np
 import torch
 
+from ninfer_core.kernels.sampling import pick, uniform
 from ninfer_core.model.prompt_chunk import PromptChunk
+from ninfer_core.runtime import orders
 from ninfer_core.runtime.flights import Result
 from ninfer_core.runtime.handle import RequestHandle
 from ninfer_core.runtime.reuse import Reuse
@@ -26,6 +28,7 @@ from ninfer_core.testing import ScriptedEngine
 from ninfer_core.types import Request
 
 PAGE, TOKENS, PRIME = 64, 250, 2**31 - 1
+GREEDY = SamplingParams(temperature=0.0, seed=0)
 FRONTEND = ScriptedEngine("").frontend
 VOCAB = FRONTEND.tokenizer.addressable
 
@@ -238,15 +241,16 @@ class HashMTP:
 class HashRounds:
     """The device's side of `runtime.flights` over the hash model: lanes in Python, rounds run when they are launched.
 
-    `cost(rows, drafts, sequences)`: seconds that a launch is said to take.
+    `cost(rows, drafts, sequences)`: seconds that a launch is said to take. `begun`: a round that waits for its orders;
+    `given`: the orders of all rounds.
     """
 
     def __init__(self, state, decoder, mtp, cost=None):
         self.state, self.decoder, self.mtp, self.cost = state, decoder, mtp, cost
-        self.lanes, self.launched, self.rotten = {}, [], set()
+        self.lanes, self.launched, self.rotten, self.given, self.begun = {}, [], set(), [], None
 
     def draws(self, params):
-        return params.temperature == 0
+        return params.temperature == 0 or 1 <= params.top_k <= 64
 
     def rows_within(self, tokens):
         return 8
@@ -257,12 +261,16 @@ class HashRounds:
     def seat(self, slot, pages, start):
         self.lanes[slot] = {"anchor": start.anchor, "length": start.length, "commit": start.commit,
                             "remaining": start.remaining, "drafts": list(start.drafts), "stops": set(start.stops),
-                            "pages": list(pages), "hidden": {}}  # fmt: skip
+                            "pages": list(pages), "hidden": {}, "index": start.index, "law": start.params}  # fmt: skip
 
     def hidden(self, slot, start, stop):
         return torch.tensor([self.lanes[slot]["hidden"][i] for i in range(start, stop)])[:, None]
 
     def launch(self, slots, rows, drafts, tokens):
+        return self.begin(slots, rows, drafts, tokens).finish(None)
+
+    def begin(self, slots, rows, drafts, tokens):
+        assert self.begun is None, "another round has not got its orders"
         lanes = [self.lanes[slot] for slot in slots]
         assert len(slots) * rows <= 8 and all(lane["length"] + rows <= tokens for lane in lanes)
         self.launched.append((tuple(slots), rows, drafts))
@@ -273,23 +281,43 @@ class HashRounds:
         hidden = self.decoder.verify(
             self.state, torch.tensor(windows), list(slots), starts, [lane["commit"] for lane in lanes], tables, None
         )
-        drawn = self.decoder.logits(hidden).argmax(-1).tolist()
-        results = []
+        self.begun = HashBegun(self, slots, lanes, tables, starts, windows, hidden, drafts)
+        return self.begun
+
+    def finish(self, begun, told):
+        slots, lanes, tables, starts, windows, hidden, drafts = begun.round
+        assert self.begun is begun
+        self.begun, rows = None, len(windows[0])
+        logits, results = self.decoder.logits(hidden), []
+        assert told is None or len(told) == len(slots)
+        self.given += told or []
+        for order, row in zip(told or [], logits, strict=False):
+            _mask(order, row)
+        drawn = [[_draw(lane, row[r], r) for r in range(rows)] for lane, row in zip(lanes, logits, strict=True)]
         for i, lane in enumerate(lanes):
             for r, value in enumerate(hidden[i, :, 0].tolist()):
                 lane["hidden"][starts[i] + r] = value
-            results.append(self._accept(lane, windows[i][1:], drawn[i], slots[i] in self.rotten))
+            most = told[i].most if told else rows
+            results.append(self._accept(lane, windows[i][1:], drawn[i], slots[i] in self.rotten, most))
         if drafts:
             self._draft(slots, lanes, tables, starts, drawn, hidden, results, drafts)
+        if told:
+            results = [self._known(*each) for each in zip(lanes, results, told, strict=True)]
         return Landed(results, self.cost and self.cost(rows, drafts, len(slots)))
 
-    def _accept(self, lane, drafts, drawn, rotten):
+    def _known(self, lane, result, order):
+        if order.known and len(result.tokens) == len(order.rows):
+            lane["drafts"] = [*order.known, *lane["drafts"][len(order.known) :]][: len(lane["drafts"])]
+        return Result(result.tokens, result.finite, list(lane["drafts"]))
+
+    def _accept(self, lane, drafts, drawn, rotten, most):
         accepted = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
-        tokens = drawn[: min(accepted + 1, lane["remaining"])]
+        tokens = drawn[: min(accepted + 1, lane["remaining"], most)]
         end = next((i + 1 for i, token in enumerate(tokens) if token in lane["stops"]), None)
         tokens = tokens[:end]
         lane["commit"] = len(tokens)
         lane["length"] += len(tokens)
+        lane["index"] += len(tokens)
         lane["remaining"] = 0 if end is not None or rotten else lane["remaining"] - len(tokens)
         lane["anchor"] = tokens[-1] if tokens else lane["anchor"]
         return Result(tokens, not rotten)
@@ -304,6 +332,31 @@ class HashRounds:
             made.append(self.mtp.draft(last))
         for i, lane in enumerate(lanes):
             lane["drafts"] = [int(step[i]) for step in made]
+
+
+class HashBegun:
+    """A round whose rows are computed."""
+
+    def __init__(self, rounds, *round_):
+        self.rounds, self.round = rounds, round_
+
+    def finish(self, told):
+        return self.rounds.finish(self, told)
+
+
+def _mask(order, logits):
+    """Leave out what an order's rows do not name, through the bits that a device gets."""
+    for row, z in zip(order.rows, logits, strict=False):
+        bits = np.zeros(-(-VOCAB // 32) * 4, np.uint8)
+        if orders.write(row, bits):
+            legal = np.unpackbits(bits, bitorder="little")[:VOCAB].astype(bool)
+            assert legal.any()
+            z[torch.from_numpy(~legal)] = -torch.inf
+
+
+def _draw(lane, z, row):
+    law = lane["law"]
+    return pick(z, law, uniform(law.seed, lane["index"] + row))
 
 
 class Landed:
@@ -363,12 +416,18 @@ class Machine:
 
     def submit(self, prompt, tokens=8, logprobs=None, **fields):
         request = Request(prompt=tuple(prompt), max_tokens=tokens, ignore_eos=True, **fields)
+        return self.enqueue(request, tokens, logprobs=logprobs)
+
+    def enqueue(self, request, tokens, logprobs=None, grammar=None, law=GREEDY):
+        """`grammar`: makes one for a request, its prompt and its limit."""
         prepared = FRONTEND.prepare(request)
         handle = RequestHandle(request, on_cancel=self.scheduler.notify)
-        session = Session(handle, prepared, FRONTEND.machine(request, prepared), limit=tokens, seed=0)
-        self.scheduler.enqueue(
-            session, Sampler(SamplingParams(temperature=0.0, seed=0), addressable=VOCAB, logprobs=logprobs)
-        )
+        made = grammar and grammar(request, prepared, tokens)
+        reserve = made.reserve if made else 0
+        machine = FRONTEND.machine(request, prepared)
+        session = Session(handle, prepared, machine, limit=tokens, seed=0, reserve=reserve)
+        sampler = Sampler(law, addressable=VOCAB, logprobs=logprobs, grammar=made)
+        self.scheduler.enqueue(session, sampler)
         handle.session = session
         return handle
 

@@ -120,7 +120,7 @@ def test_requests_that_need_the_host_run_beside():
     guided = machine.submit(OTHERS[2], 40, thinking_budget=1000)
     made = machine.run(hosted, free, guided)
     assert made == [answer(prompt, 40) for prompt in OTHERS]
-    assert len({slots for slots, _, _ in machine.device.launched}) == 1, "the device had one sequence"
+    assert {slots for slots, _, _ in machine.device.launched} == {(1,), (2,)}, "one is hosted, one needs orders"
 
 
 def test_a_failed_launch_restarts_its_sequences_alone():

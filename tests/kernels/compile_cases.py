@@ -30,7 +30,8 @@ from ninfer_core.kernels import (
 
 TYPES = {
     "*i32": "w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w items used "
-    "lanes deltas table_rows scratch bad sampled results follow pick chain pattern drafts ahead",
+    "lanes deltas table_rows scratch bad sampled results follow pick chain pattern drafts ahead "
+    "orders masks tape",
     "*fp16": "scales",
     "*i8": "codes q_out",
     "*fp32": "xs ss u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights y "
@@ -38,7 +39,7 @@ TYPES = {
     "cos_out sin_out h_out hidden scratch_z",
     "*bf16": "out norm projected taps conv_ptr q_gain k_gain ring",
     "*fp64": "turns",
-    "i32": "rows side_rows pages table_stride splits addressable count table_width pages_used batch",
+    "i32": "rows side_rows pages table_stride splits addressable count table_width pages_used batch length",
     "fp32": "eps",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
@@ -183,8 +184,10 @@ def round_cases(full: bool):
     yield "sample", lanes_decode.sample_kernel, 8, {}, {
         "V": 248320 if full else 8192, "R": 4, "BLOCK": 8192 if full else 256,
     }  # fmt: skip
-    yield "accept", lanes_decode.accept_kernel, 1, {}, {"R": 4, "FORCED": False}
-    yield "keep", lanes_decode.keep_kernel, 1, {}, {"K": 3}
+    yield "mask", lanes_decode.mask_kernel, 4, {}, {"V": 248320, "R": 4, "BLOCK": 64}
+    for label, held in (("", False), (", held", True)):
+        yield f"accept{label}", lanes_decode.accept_kernel, 1, {}, {"R": 4, "FORCED": False, "HELD": held}
+        yield f"keep{label}", lanes_decode.keep_kernel, 1, {}, {"K": 3, "HELD": held, "TAPE": held}
     yield "rope", rows_decode.rope_kernel, 1, {}, {"R": 4}
     yield "finish", rows_decode.finish_kernel, 4, {"q_out": "*i32"}, {
         "R": 4, "K": 2048, "BLOCK": 64, "GROUPS": 8, "KEPT": 576, "NORM": True, "PICK": True, "RINGS": True,

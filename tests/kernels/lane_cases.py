@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import torch
 
 from ninfer_core.config import config_from_dict
 from ninfer_core.kernels import lanes_decode, rows_decode
 from ninfer_core.kernels._order import Activation, quantize_rows_ref
 from ninfer_core.kernels.head_decode import Candidates
-from ninfer_core.kernels.lanes_decode import LANE, LANE_WIDTH, MOST_DRAFTS, RESULT_WIDTH, SCRATCH_WIDTH
+from ninfer_core.kernels.lanes_decode import (
+    LANE,
+    LANE_WIDTH,
+    MOST_DRAFTS,
+    ORDER,
+    ORDER_WIDTH,
+    RESULT_WIDTH,
+    SCRATCH_WIDTH,
+)
 from ninfer_core.kernels.rope import rope_tables
 from ninfer_core.kernels.sampling import pick, uniform
 from ninfer_core.runtime.flights import Start
+from ninfer_core.runtime.grammar import Row
 from ninfer_core.runtime.graphs import DeviceRounds
+from ninfer_core.runtime.orders import VOID, Order
 from ninfer_core.runtime.validation import SamplingParams
 from tests.kernels.interpreter import run
 
@@ -120,6 +131,155 @@ def accept():
     assert results[0, :5].tolist() == [3, 0, 11, 12, 7], "forced: drafts as they are, then what was drawn"
 
 
+def orders_of(*values):
+    """An order table: what is said of each sequence by the names of columns, nothing elsewhere."""
+    table = i32(len(values), ORDER_WIDTH)
+    for i, order in enumerate(values):
+        for name, value in order.items():
+            table[i, getattr(ORDER, name)] = value
+    return table
+
+
+def allowed(kind, generator):
+    """Legal ids of a row: one, a few near each other, a few far apart, half of all, all but some."""
+    ids = torch.arange(ADDRESSABLE)
+    if kind == "one":
+        return ids == 4321
+    if kind == "near":
+        return (ids >= 97) & (ids < 123)
+    if kind == "far":
+        return ids % 997 == 3
+    if kind == "half":
+        return torch.rand(ADDRESSABLE, generator=generator) < 0.5
+    return (ids < 500) | (ids > 520)
+
+
+def masked(kind):
+    """Rows under masks draw what the host draws of the legal ids, by every law; rows beside them keep every bit."""
+    rows, generator = 2 * len(LAWS), torch.Generator().manual_seed(3)
+    logits = torch.randn(rows, VOCABULARY) * 3
+    if kind == "half":
+        logits = (logits * 2).round() / 2  # ties
+    logits[6, 64:96] = torch.nan
+    kept = logits.clone()
+    found, before = candidates(logits), candidates(logits)
+    legal = torch.stack([allowed(kind, generator) for _ in range(rows)])
+    bits = np.zeros((rows, VOCABULARY // 8), np.uint8)
+    bits[:, : ADDRESSABLE // 8] = np.packbits(legal.numpy(), axis=1, bitorder="little")
+    masks = torch.from_numpy(bits.view(np.int32).copy())
+    held = [0b11, 0b10, 0b01, 0b11, 0b11, 0b00, 0b11]
+    orders = orders_of(*({"masked": word} for word in held))
+    lanes_decode.mask(logits, found, orders, masks, addressable=ADDRESSABLE)
+    lanes, _, slots = lanes_of([Start(0, 0, 0, 10 * i, 100, law) for i, law in enumerate(LAWS)])
+    token, bad = i32(rows), i32(rows)
+    scratch = i32(rows, SCRATCH_WIDTH), torch.full((rows, SCRATCH_WIDTH), torch.nan)
+    lanes_decode.sample(logits, found, lanes, slots, *scratch, token, bad, addressable=ADDRESSABLE)
+    assert bad.tolist() == [int(row == 6) for row in range(rows)]
+    for i, law in enumerate(LAWS):
+        for r in range(2):
+            row, u = 2 * i + r, uniform(law.seed, 10 * i + r)
+            if not held[i] >> r & 1:
+                assert torch.equal(logits[row].view(torch.int32), kept[row].view(torch.int32))
+                assert torch.equal(found.value[row], before.value[row]) and torch.equal(found.row[row], before.row[row])
+                assert token[row] == pick(kept[row, :ADDRESSABLE], law, u)
+            elif row != 6:
+                ids = legal[row].nonzero()[:, 0]
+                want = ids[pick(kept[row, ids], law, u)]
+                assert token[row] == want, f"{kind}, {law}, row {r}: {token[row]}, not {want}"
+                assert torch.equal(logits[row, ids], kept[row, ids])
+
+
+def accept_by_orders():
+    """No more than an order says; nothing at all leaves the lane, but for the rows that the round has applied."""
+    drafts, drawn = [11, 12, 13], [11, 12, 13, 6]
+    most = [4, 2, 1, 0, 3]
+    lanes, _, slots = lanes_of([Start(5, 100, 2, 7, 50, LAWS[0], drafts, (13,) if i == 4 else ()) for i in range(5)])
+    results, follow, last, chain = i32(5, RESULT_WIDTH), i32(20), i32(5), i32(MOST_DRAFTS, 5)
+    orders = orders_of(*({"most": n, "masked": 0} for n in most))
+    sampled, bad = torch.tensor(drawn * 5, dtype=torch.int32), torch.zeros(20, dtype=torch.int32)
+    bad[12:16] = 1  # of the one that emits nothing
+    lanes_decode.accept(lanes, slots, sampled, bad, results, follow, last, chain, None, orders)
+    for i, count in enumerate(most):
+        row, lane = results[i].tolist(), lanes[i + 1].tolist()
+        assert row[:2] == [count, 0] and row[2 : 2 + count] == drawn[:count]
+        assert lane[LANE.length] == 100 + count and lane[LANE.commit] == count and lane[LANE.index] == 7 + count
+        assert lane[LANE.anchor] == (drawn[count - 1] if count else 5)
+        assert lane[LANE.remaining] == (0 if i == 4 else 50 - count)
+
+
+def keep_by_orders():
+    """What must follow takes the place of drafts where the round ended as foreseen; a tape takes that of both."""
+    lanes, _, slots = lanes_of([Start(5, 100, 0, 2, 50, LAWS[0]) for _ in range(3)])
+    made = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32)
+    results = i32(3, RESULT_WIDTH)
+    results[:, 0] = torch.tensor([2, 2, 1])
+    orders = orders_of({"behind": 1}, {"behind": 3}, {"behind": 0})
+    orders[:, ORDER.known : ORDER.known + 2] = torch.tensor([[70, 71], [80, 81], [90, -1]])
+    drafts = made.clone()
+    lanes_decode.keep_drafts(lanes, slots, drafts, (results, orders))
+    want = [[70, 71, 7], [2, 5, 8], [90, 6, 9]]
+    assert drafts.t().tolist() == want == lanes[1:4, LANE.drafts : LANE.drafts + 3].tolist()
+    tape = torch.arange(9)[:, None].int() * 100 + torch.arange(5)[None].int()
+    pattern = torch.zeros(64, dtype=torch.int32)
+    pattern[0] = 2
+    lanes_decode.keep_drafts(lanes, slots, drafts, (results, orders), (tape, pattern))
+    assert lanes[1:4, LANE.drafts : LANE.drafts + 3].tolist() == [
+        [s * 100 + 2, s * 100 + 3, s * 100 + 3] for s in (1, 2, 3)
+    ]
+    lanes[1:4, LANE.index] = 4
+    lanes_decode.keep_drafts(lanes, slots, made, None, (tape, pattern))
+    assert lanes[1, LANE.drafts : LANE.drafts + 3].tolist() == [104, 0, 1], "behind its end"
+
+
+class RowsOnly(NoDecoder):
+    """A trunk whose logits are given."""
+
+    turns = rows_decode.rope_turns(64, 1e4, "cpu")
+    config = type("Config", (), {"vocab_size": VOCABULARY})()
+    work = type(
+        "Work", (), {"splits": lambda *_: 1, "rows_within": lambda *_: 64, "pages": lambda self, splits, pages: pages}
+    )()
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def forward(self, state, call, keep):
+        return torch.zeros(call.tokens.shape[0], 8)
+
+    def choose(self, rows, addressable):
+        made = self.logits[:rows].clone()
+        return made, candidates(made)
+
+
+def rounds_by_orders():
+    """`begin` and `finish`: orders of all kinds reach the device, sequence by sequence and row by row."""
+    logits = torch.randn(8, VOCABULARY)
+    rounds = DeviceRounds(RowsOnly(logits), None, None, slots=9, pages=8, addressable=ADDRESSABLE)
+    greedy, best = LAWS[0], logits[:, :ADDRESSABLE].argmax(-1)
+    mask = np.packbits(np.arange(ADDRESSABLE) % 7 == 2, bitorder="little").tobytes()
+    sevenths = 2 + 7 * logits[:, 2:ADDRESSABLE:7].argmax(-1)
+    banned = np.array([best[5], 31, 32, 7999])
+    without = logits[5, :ADDRESSABLE].clone()
+    without[banned] = -torch.inf
+    for turn in range(6):  # more than there are buffers of orders
+        drafts = [[int(sevenths[0])], [4000], [int(best[4])], [1]]
+        for slot in range(4):
+            rounds.seat(slot, [slot], Start(5, 60, 1, 3, 50, greedy, drafts[slot]))
+        orders = [
+            Order(2, (Row(mask=mask), Row(forced=77))),
+            Order(1, (Row(forced=4000 + turn),)),
+            Order(2, (Row(), Row(banned=banned))),
+            VOID,
+        ]
+        launched = rounds.begin(list(range(4)), 2, 0, 100).finish(orders)
+        want = [[int(sevenths[0]), 77], [4000 + turn], [int(best[4]), int(without.argmax())], []]
+        assert [result.tokens for result in launched.read()] == want
+        free = rounds.launch([8], 2, 0, 100).read()[0].tokens
+        assert free == [] and rounds.lanes[8, LANE.rounds] == turn + 1
+    rounds.seat(8, [8], Start(5, 60, 1, 3, 50, greedy, [int(best[0])]))
+    assert rounds.launch([8], 2, 0, 100).read()[0].tokens == best[:2].tolist(), "no mask is left"
+
+
 def open_and_keep():
     starts = [Start(40 + i, 60 + i, i, 0, 9, LAWS[0], [1 + i, 2 + i], rope_delta=3 * i) for i in range(3)]
     lanes, tables, slots = lanes_of(starts)
@@ -218,6 +378,9 @@ def workspace():
 CASES = {
     "draw": lambda: draw("plain"), "draw ties": lambda: draw("ties"), "draw crowd": lambda: draw("crowd"),
     "draw sick": lambda: draw("sick"),
+    "masked one": lambda: masked("one"), "masked near": lambda: masked("near"), "masked far": lambda: masked("far"),
+    "masked half": lambda: masked("half"), "masked most": lambda: masked("most"),
+    "accept by orders": accept_by_orders, "keep by orders": keep_by_orders, "rounds by orders": rounds_by_orders,
     "accept": accept, "open and keep": open_and_keep, "many rounds": many_rounds,
     "rope": rope, "finish": finish, "draft input": draft_input,
     "workspace": workspace,

@@ -12,7 +12,8 @@ from tests.kernels.programs import HERE, interpreted, printed
 
 CASES = (
     "draw", "draw ties", "draw crowd", "draw sick", "accept", "open and keep", "many rounds", "rope", "finish",
-    "draft input", "workspace",
+    "draft input", "workspace", "masked one", "masked near", "masked far", "masked half", "masked most",
+    "accept by orders", "keep by orders", "rounds by orders",
 )  # fmt: skip
 
 
