@@ -147,7 +147,7 @@ def test_a_gap_is_filled_between_prompt_and_suffix(demo: tuple[str, Engine]) -> 
     filled = httpx.post(url + "/api/generate", json=line, timeout=60).json()
     assert filled["prompt_eval_count"] == expected and filled["response"] == answer["choices"][0]["text"][len(before) :]
     shown = httpx.post(url + "/api/show", json={"model": "demo"}, timeout=60).json()
-    assert "insert" in shown["capabilities"] and len(set(marks)) == 3
+    assert "insert" in shown["capabilities"] and ".Suffix" in shown["template"] and len(set(marks)) == 3
 
 
 def test_gauges_of_the_prefix_cache(demo: tuple[str, Engine]) -> None:

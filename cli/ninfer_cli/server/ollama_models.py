@@ -73,7 +73,8 @@ def show(card: ModelCard, preset: Preset | None = None) -> dict[str, Any]:
         "license": card.licence,
         "modelfile": "\n".join(modelfile) + "\n",
         "parameters": "\n".join(parameters),
-        "template": card.template,
+        # Editors look for this word before they ask for what belongs into a gap.
+        "template": card.template + ("{#- .Suffix -#}" if card.infill else ""),
         **({"system": system} if system else {}),
         "details": details(card, preset.model if preset else ""),
         "model_info": {
