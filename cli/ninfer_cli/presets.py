@@ -154,8 +154,8 @@ def _value(key: str, value: Any, where: str) -> Any:
 class PresetFile:
     """The presets of a file that may change while a server runs; None is no file."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | str | None) -> None:
+        self.path = None if path is None else Path(path)
         self._stamp: tuple[int, int] | None = None
         self._presets: dict[str, Preset] = {}
 
