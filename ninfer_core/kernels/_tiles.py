@@ -1,6 +1,6 @@
 """Fixed tile shapes per matrix role and device family, and the launch options every decode kernel shares.
 
-A tile never depends on the number of rows in the call: the order of a sum, and so its bits, follow from the tile.
+A tile's warps never depend on the number of rows in the call: the order of a sum, and so its bits, follow from them.
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ def window(rows: int) -> int:
 class Family(NamedTuple):
     """What is fixed for a kind of card. Tiles name the most steps and warps; a matrix's K may allow fewer.
 
-    `expert_registers`, `registers`: bounds for the routed experts, and for projections of at most eight rows, whose
-    programs then all fit at once. `early`: see `_dequant.wait_for_inputs`. `ahead`: most bytes of a later matrix that
-    an output projection brings into the second-level cache. `measured`: on what, or how else chosen.
+    `long`: a projection whose K takes more than two stages of `projection`. `expert_registers`, `registers`: bounds
+    for the routed experts, and for other kernels of at most eight rows, so that more programs fit at once. `early`: see
+    `_dequant.wait_for_inputs`. `ahead`: most bytes of a later matrix that an output projection brings into the
+    second-level cache. `measured`: on what, or how else chosen.
     """
 
     measured: str
     projection: Tile = Tile(2, 8, 4)
+    long: Tile = Tile(1, 10, 4)
     residual: Tile = Tile(2, 16, 8)
     router: Tile = Tile(1, 16, 4)
     experts: Tile = Tile(2, 4, 8)
-    mlp: Tile = Tile(4, 2, 8)
+    mlp: Tile = Tile(4, 5, 8)
     expert_registers: int | None = 128
     registers: int | None = 128
     early: bool = False
@@ -90,22 +92,44 @@ def family(tensor: torch.Tensor) -> Family:
     return FAMILIES[max(n for n in FAMILIES if n <= max(80, 10 * major + minor))]
 
 
-def projection(matrix: KernelMatrix, residual: bool = False) -> Tile:
-    """Tile of one dense projection (`residual`: 32 rows, the group of the epilogue)."""
-    multiple = 4 if matrix.format == "W8" else 2
+def projection(matrix: KernelMatrix, rows: int = 1) -> Tile:
+    """Tile of a dense projection. Order of sums: the warps alone set it, so tiles and steps may follow the rows."""
     units, most = matrix.groups, family(matrix.words)
-    if residual:
-        count = warps(units // multiple, most.residual.warps)
-        return Tile(2, steps(units, count, most.residual.steps, multiple), count)
     count = warps(units, most.projection.warps)
-    tiles = most.projection.tiles if matrix.rows % (16 * most.projection.tiles) == 0 else 1
-    return Tile(tiles, steps(units, count, most.projection.steps), count)
+    shape = most.long if is_long(matrix, most.projection) else most.projection
+    tiles = shape.tiles if matrix.rows % (16 * shape.tiles) == 0 else 1
+    return Tile(tiles, steps(units, count, shape.steps if rows <= 8 else min(shape.steps, 8)), count)
 
 
-def projection_registers(matrix: KernelMatrix, tile: Tile, blocks: int) -> int | None:
-    """Bound on the registers of a projection; with several blocks of rows or a loop over K it needs them all."""
-    short = matrix.groups <= 2 * tile.warps * tile.steps
-    return family(matrix.words).registers if short and blocks == 1 and tile.warps <= 4 else None
+def is_long(matrix: KernelMatrix, tile: Tile) -> bool:
+    """Whether K takes more than two stages of this tile."""
+    return matrix.groups > 2 * tile.warps * tile.steps
+
+
+def projection_registers(matrix: KernelMatrix, tile: Tile, rows: int) -> int | None:
+    """Bound on the registers of a projection; with more rows, or a loop over K, it needs them all."""
+    fits = rows == 1 or (rows <= 8 and matrix.format == "W8")
+    return family(matrix.words).registers if fits and tile.warps <= 4 and not is_long(matrix, tile) else None
+
+
+def residual(matrix: KernelMatrix, rows: int) -> Tile:
+    """Tile of a projection with the residual: 32 rows, the group of the epilogue."""
+    most, multiple = family(matrix.words), 4 if matrix.format == "W8" else 2
+    count = warps(matrix.groups // multiple, most.residual.warps)
+    ahead = most.residual.steps if matrix.format == "W8" and rows <= 8 else 4 if rows == 1 or multiple == 4 else 2
+    return Tile(2, steps(matrix.groups, count, ahead, multiple), count)
+
+
+def residual_registers(matrix: KernelMatrix, rows: int) -> int | None:
+    """Bound on its registers: in packed formats two programs then fit on a multiprocessor."""
+    return family(matrix.words).registers if matrix.format != "W8" and rows <= 8 else None
+
+
+def head(matrix: KernelMatrix) -> Tile:
+    """Tile of the output head: 32 rows."""
+    most = family(matrix.words).projection
+    count = warps(matrix.groups, most.warps)
+    return Tile(2, steps(matrix.groups, count, most.steps), count)
 
 
 def ahead(matrix: KernelMatrix, threads: int) -> int:
@@ -128,19 +152,16 @@ def experts(matrix: KernelMatrix) -> Tile:
     return Tile(2, steps(matrix.groups, count, most.steps), count)
 
 
-def mlp(matrix: KernelMatrix) -> Tile:
+def mlp(matrix: KernelMatrix, rows: int) -> Tile:
     """Tile of the dense gate/up: 32 gate and 32 up rows."""
     most = family(matrix.words).mlp
     count = warps(matrix.groups, most.warps)
-    return Tile(4, steps(matrix.groups, count, most.steps), count)
+    return Tile(4, steps(matrix.groups, count, most.steps if rows <= 8 else 1), count)
 
 
-def attention_rows(rows: int, codes: torch.Tensor) -> int:
-    """Rows of a sequence that an attention program serves with one read of a page; no bit depends on it.
-
-    With bf16 pages the registers hold one.
-    """
-    return next(n for n in (1, 2, 4) if n >= min(rows, 4)) if codes.dtype == torch.int8 else 1
+def mlp_registers(matrix: KernelMatrix, rows: int) -> int | None:
+    """Bound on its registers: two programs then fit on a multiprocessor."""
+    return family(matrix.words).registers if rows <= 8 else None
 
 
 def most_splits(device: torch.device, kv_heads: int) -> int:

@@ -418,7 +418,7 @@ def project(
         u: fp32 [T, K], `side`: bf16 [M, K], `side_out`: fp32 [T, M]: extra high-precision rows in the same launch.
     """
     rows = out.shape[0]
-    tile = tile or _tiles.projection(matrix)
+    tile = tile or _tiles.projection(matrix, rows)
     extra = side.shape[0] if side is not None else 0
     blocks = _tiles.blocks(rows)
     grid = (matrix.rows // (16 * tile.tiles) + triton.cdiv(extra, tile.warps), triton.cdiv(rows, 8 * blocks))
@@ -429,7 +429,7 @@ def project(
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
         ROWNORM=norm == "row", SIDE=side is not None, FMT=matrix.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
         NB=blocks, R=_tiles.window(rows),
-        **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, blocks), leads=True),
+        **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, rows), leads=True),
     )  # fmt: skip
     return out
 
@@ -454,7 +454,7 @@ def project_residual(
     `x` is read while the launch in front still runs: it must be the work of an earlier one.
     """
     rows = x.shape[0]
-    tile = tile or _tiles.projection(matrix, residual=True)
+    tile = tile or _tiles.residual(matrix, rows)
     blocks = _tiles.blocks(rows)
     programs = matrix.rows // 32
     share = _tiles.ahead(ahead, programs * tile.warps * 32) if ahead is not None and rows <= 8 else 0
@@ -462,5 +462,6 @@ def project_residual(
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, x, next_norm, x_out, u_out,
         a_out.q.view(torch.int8), a_out.s, a_out.ss, ahead.words if ahead is not None else a.q, rows, eps, BYTES=share,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
-        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows), **_tiles.launch(x, tile.warps, leads=True),
+        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
+        **_tiles.launch(x, tile.warps, _tiles.residual_registers(matrix, rows), leads=True),
     )  # fmt: skip
