@@ -77,7 +77,7 @@ FAMILIES = {
     80: Family("nothing of this kind: as on one H200"),
     86: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
     89: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
-    90: Family("one H200, but for the bound on projections"),
+    90: Family("one H200", early=True),
     100: Family("nothing of this kind: as on one H200"),
     120: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
 }
@@ -126,9 +126,9 @@ def residual_registers(matrix: KernelMatrix, rows: int) -> int | None:
 
 
 def head(matrix: KernelMatrix) -> Tile:
-    """Tile of the output head: 32 rows."""
+    """Tile of the output head: 32 rows; twice the warps where K is long."""
     most = family(matrix.words).projection
-    count = warps(matrix.groups, most.warps)
+    count = warps(matrix.groups, most.warps * (2 if is_long(matrix, most) else 1))
     return Tile(2, steps(matrix.groups, count, most.steps), count)
 
 
@@ -162,6 +162,14 @@ def mlp(matrix: KernelMatrix, rows: int) -> Tile:
 def mlp_registers(matrix: KernelMatrix, rows: int) -> int | None:
     """Bound on its registers: two programs then fit on a multiprocessor."""
     return family(matrix.words).registers if rows <= 8 else None
+
+
+def attention_rows(rows: int, codes: torch.Tensor) -> int:
+    """Rows of a sequence that an attention program serves with one read of a page; no bit depends on it.
+
+    With bf16 pages the registers hold one.
+    """
+    return next(n for n in (1, 2, 4) if n >= min(rows, 4)) if codes.dtype == torch.int8 else 1
 
 
 def most_splits(device: torch.device, kv_heads: int) -> int:

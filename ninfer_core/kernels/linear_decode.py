@@ -463,5 +463,5 @@ def project_residual(
         a_out.q.view(torch.int8), a_out.s, a_out.ss, ahead.words if ahead is not None else a.q, rows, eps, BYTES=share,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
         S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
-        **_tiles.launch(x, tile.warps, _tiles.residual_registers(matrix, rows), leads=True),
+        **_tiles.launch(x, tile.warps, _tiles.residual_registers(matrix, rows), leads=rows == 1),
     )  # fmt: skip
