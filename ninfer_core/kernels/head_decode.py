@@ -126,5 +126,5 @@ def greedy(candidates: Candidates, token: torch.Tensor, token_of: torch.Tensor |
     rows, count = candidates.value.shape
     greedy_kernel[(rows,)](
         candidates.value, candidates.row, token_of if token_of is not None else candidates.row, token, count,
-        MAPPED=token_of is not None, BLOCK=1024, **_tiles.launch(token, 8),
+        MAPPED=token_of is not None, BLOCK=min(4096, triton.next_power_of_2(count)), **_tiles.launch(token, 8),
     )  # fmt: skip

@@ -113,7 +113,7 @@ ATTENTION = dict.fromkeys(("projected", "q_gain", "k_gain", "codes", "scales"), 
     "code_bytes": "*i8", "scale_halves": "*fp16",
 }  # fmt: skip
 BF16_PAGES = ATTENTION | {"code_bytes": "*fp32", "scale_halves": "*i32"}
-ASK_EARLY = ("gdn in", "gdn in R=1", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts down 5", "gdn R=1")
+ASK_EARLY = ("gdn in", "gdn in R=1", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts down 5 R=1", "gdn R=1")
 """Kernels whose weights or state are asked for before the kernel in front is done."""
 WORDS = {"hq": "*i32"}
 BYTES = {"hq": "*i8"}
@@ -150,7 +150,7 @@ def cases(full: bool = False):
         for name in ("HEADS", "ROWNORM", "SIDE", "TILES"):
             del constants[name]
         yield label, head_decode.head_kernel, 4, {}, constants | {"LOGITS": True}
-    yield "greedy", head_decode.greedy_kernel, 8, {}, {"MAPPED": True, "BLOCK": 1024}
+    yield "greedy", head_decode.greedy_kernel, 8, {}, {"MAPPED": True, "BLOCK": 4096}
     yield "embed", embedding_decode.embedding_kernel, 4, {"q_out": "*i32"}, {"U": 32, "K": 2048, "GROUPS": 8, "FMT": 6}
     k = 5120 if full else 512
     yield "dense gate/up", mlp_decode.gate_up_kernel, 8, {}, {
@@ -206,16 +206,17 @@ def expert_cases(full: bool):
     yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | {"E": 256}
     yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up
     yield "choose", moe_decode.choose_kernel, 1, {}, {"E": 256, "TOPK": top_k}
-    yield "list", moe_decode.list_kernel, 8, {}, {"E": 256, "TOPK": top_k, "BLOCK": 256}
+    yield "list", moe_decode.list_kernel, 8, {}, {"TOPK": top_k, "BLOCK": 256, "OWN": 8}
     inner = 512 if full else 64
     for fmt in (5, 6, 8) if full else (5,):
+        units = inner // (32 if fmt == 8 else 64)
         down = {
-            "INTER": inner, "N": 2048, "U": inner // (32 if fmt == 8 else 64), "FMT": fmt, "X": warps,
+            "TOPK": top_k, "INTER": inner, "N": 2048, "U": units, "FMT": fmt, "S": min(4, units), "X": warps,
         }  # fmt: skip
         yield f"experts rows {fmt}", moe_decode.expert_rows_kernel, warps, WORDS, down
-        for grouped in (False, True):
-            yield f"experts down {fmt}", moe_decode.expert_down_kernel, warps, WORDS, down | {
-                "E": 256, "TOPK": top_k, "GROUPED": grouped,
+        for rows in (1, 2, 8, 16) if full else (1, 8, 16):
+            yield f"experts down {fmt} R={rows}", moe_decode.expert_down_kernel, warps, WORDS, down | {
+                "E": 256, "S": units if rows == 1 else min(4, units), "CHOOSES": rows <= 2, "GROUPED": rows > 8,
             }  # fmt: skip
 
 
