@@ -269,28 +269,36 @@ def side_products(
         words = words + (load_four(weight + c * 128, WEIGHT4, PTX),)  # noqa: RUF005
     if FIRST:
         wait_for_inputs(PDL)
-    for r in tl.static_range(R):
-        t = tl.minimum(t0 + r, rows - 1)
-        square = tl.zeros([X, 32], tl.float32)
-        for i in tl.static_range((PARTS + 31) // 32):
-            part = i * 32 + lane + warp * 0
-            value = load_one(ss + tl.minimum(part, PARTS - 1) * 8 + t % 8, FRESH1, PTX)
-            square += tl.where(part < PARTS, value, 0.0)
-        total = tl.zeros([X, 32], tl.float32)
-        for c in tl.static_range(K // 256):
-            x = u + t * K + c * 256 + lane * 8 + warp * 0
-            low = load_four(x, FRESH4, PTX)
-            high = load_four(x + 4, FRESH4, PTX)
-            for i in tl.static_range(4):
-                pair = words[c][i]
-                a = low[2 * i] if i < 2 else high[2 * i - 4]
-                b = low[2 * i + 1] if i < 2 else high[2 * i - 3]
-                total = tl.fma((pair << 16).to(tl.float32, bitcast=True), a, total)
-                total = tl.fma((pair & -65536).to(tl.float32, bitcast=True), b, total)
-        factor = tl.rsqrt(tl.sum(square, 1) / K + eps)
-        y = (tl.sum(total, 1) * factor)[:, None] + tl.zeros([X, 32], tl.float32)
-        inside = (row < side_rows) & (t0 + r < rows) & (lane == 0)
-        store_one(side_out + t * side_rows + row + lane * 0, y, inside, PTX)
+    # Rows are asked for together, before the first sum over lanes: behind its store the next row would wait for it.
+    TOGETHER: tl.constexpr = R if R <= 4 else 1
+    for g in tl.static_range(R // TOGETHER):
+        totals = ()
+        squares = ()
+        for r in tl.static_range(TOGETHER):
+            t = tl.minimum(t0 + g * TOGETHER + r, rows - 1)
+            square = tl.zeros([X, 32], tl.float32)
+            for i in tl.static_range((PARTS + 31) // 32):
+                part = i * 32 + lane + warp * 0
+                value = load_one(ss + tl.minimum(part, PARTS - 1) * 8 + t % 8, FRESH1, PTX)
+                square += tl.where(part < PARTS, value, 0.0)
+            total = tl.zeros([X, 32], tl.float32)
+            for c in tl.static_range(K // 256):
+                x = u + t * K + c * 256 + lane * 8 + warp * 0
+                low = load_four(x, FRESH4, PTX)
+                high = load_four(x + 4, FRESH4, PTX)
+                for i in tl.static_range(4):
+                    pair = words[c][i]
+                    a = low[2 * i] if i < 2 else high[2 * i - 4]
+                    b = low[2 * i + 1] if i < 2 else high[2 * i - 3]
+                    total = tl.fma((pair << 16).to(tl.float32, bitcast=True), a, total)
+                    total = tl.fma((pair & -65536).to(tl.float32, bitcast=True), b, total)
+            totals = totals + (total,)  # noqa: RUF005
+            squares = squares + (square,)  # noqa: RUF005
+        for r in tl.static_range(TOGETHER):
+            t = t0 + g * TOGETHER + r
+            factor = tl.rsqrt(tl.sum(squares[r], 1) / K + eps)
+            y = (tl.sum(totals[r], 1) * factor)[:, None] + tl.zeros([X, 32], tl.float32)
+            store_one(side_out + t * side_rows + row + lane * 0, y, (row < side_rows) & (t < rows) & (lane == 0), PTX)
 
 
 @triton.jit
