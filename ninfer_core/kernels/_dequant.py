@@ -31,17 +31,18 @@ def plain_bytes(words):
 
 
 @triton.jit
-def multiply(a0, a1, a2, a3, b0, b1, X: tl.constexpr, PTX: tl.constexpr):
+def multiply(a0, a1, a2, a3, b0, b1, start, X: tl.constexpr, PTX: tl.constexpr):
     """int8 product of 16 weight rows and 8 activation rows over 32 of K: four fp32 accumulator registers [X, 32].
 
-    Lane 4 g + c holds results (row g, column 2c), (g, 2c + 1), (g + 8, 2c), (g + 8, 2c + 1); exact integers.
+    Lane 4 g + c holds results (row g, column 2c), (g, 2c + 1), (g + 8, 2c), (g + 8, 2c + 1); exact integers. `start` is
+    0x4B400000, which makes an integer's bits those of an fp32 value; see `loads_under_way`.
     """
     if PTX:
         c0, c1, c2, c3 = tl.inline_asm_elementwise(
-            "{ .reg .b32 z; mov.b32 z, 0x4B400000; mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {z, z, z, z}; }",
-            "=r,=r,=r,=r,r,r,r,r,r,r",
-            [a0, a1, a2, a3, b0, b1],
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $10, $10, $10};",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1, start],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
             pack=1,
@@ -123,6 +124,28 @@ def load_four(p, OP: tl.constexpr, PTX: tl.constexpr):
         )  # fmt: skip
     else:
         return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
+
+
+@triton.jit
+def loads_under_way(X: tl.constexpr, PTX: tl.constexpr):
+    """The start [X, 32] of products that come after all loads written in front of this.
+
+    The assembler otherwise moves loads to where their values are used, and a warp waits for one after the other. A
+    barrier of the warp's own (8 and up; the compiler takes 0) holds the loads, and what it counts is known only behind.
+    """
+    start = tl.full([X, 32], 0x4B400000, tl.int32)
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 w; .reg .pred p; mov.u32 w, %tid.x; shr.u32 w, w, 5; and.b32 w, w, 7; add.u32 w, w, 8; "
+            "setp.ne.u32 p, w, 0; bar.red.popc.u32 w, w, 32, p; sub.u32 w, w, 32; add.u32 $0, w, $1; }",
+            "=r,r",
+            [start],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return start
 
 
 @triton.jit
@@ -293,27 +316,33 @@ def unpack_scales(pair, FMT: tl.constexpr):
 @triton.jit
 def add_unit(
     acc, words, high, low_scale, top_scale, b, s, X: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
-    R: tl.constexpr = 8,
+    R: tl.constexpr = 8, start=0x4B400000,
 ):  # fmt: skip
     """`acc` (four [X, 32]) plus one unit times its activations: `b` the fragment registers, `s` the column scales.
 
     W8: b = (b0, b1), s = (s0, s1). Q4, Q5, Q6: both halves one after the other, (b0, b1, b2, b3), (s0, s1, s2, s3).
     With one live row (`R`) a lane's second column stays as it is.
     """
+    sums = ()
     for half in tl.static_range(1 if FMT == 8 else 2):
         c = multiply(
             signed_bytes(words, high, 0, half, FMT), signed_bytes(words, high, 1, half, FMT),
             signed_bytes(words, high, 2, half, FMT), signed_bytes(words, high, 3, half, FMT),
-            b[2 * half], b[2 * half + 1], X, PTX,
+            b[2 * half], b[2 * half + 1], start, X, PTX,
         )  # fmt: skip
-        even = (tl.fma(c[0], low_scale * s[2 * half], acc[0]), tl.fma(c[2], top_scale * s[2 * half], acc[2]))
-        odd = (acc[1], acc[3])
-        if R > 1:
-            odd = (
-                tl.fma(c[1], low_scale * s[2 * half + 1], acc[1]), tl.fma(c[3], top_scale * s[2 * half + 1], acc[3]),
+        low, top = s[2 * half], s[2 * half + 1]
+        if half == 0:
+            sums = (c[0] * low, c[1] * top, c[2] * low, c[3] * top)
+        else:
+            sums = (
+                tl.fma(c[0], low, sums[0]), tl.fma(c[1], top, sums[1]),
+                tl.fma(c[2], low, sums[2]), tl.fma(c[3], top, sums[3]),
             )  # fmt: skip
-        acc = (even[0], odd[0], even[1], odd[1])
-    return acc
+    even = (tl.fma(sums[0], low_scale, acc[0]), tl.fma(sums[2], top_scale, acc[2]))
+    odd = (acc[1], acc[3])
+    if R > 1:
+        odd = (tl.fma(sums[1], low_scale, acc[1]), tl.fma(sums[3], top_scale, acc[3]))
+    return even[0], odd[0], even[1], odd[1]
 
 
 @triton.jit

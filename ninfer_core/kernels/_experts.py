@@ -7,24 +7,31 @@ import triton.language as tl
 
 from ._dequant import (
     FRESH1,
+    FRESH2,
+    FRESH4,
     add_unit,
-    lane_factors,
+    code_factor,
+    load_four,
     load_one,
+    load_two,
     load_unit,
+    loads_under_way,
     round_bytes,
     rows_max,
+    rows_sum,
     silu,
     sum_warps,
     unit_pointers,
     unpack_scales,
 )
 from .linear_decode import fresh, load_units
-from .mlp_decode import swiglu
 
 LIST = tl.constexpr(64)
 """Most rows of a row call."""
-ITEM = tl.constexpr(16)
-"""Words of a work item: up to eight pairs, their expert, how many they are."""
+PAIRS = tl.constexpr(4)
+"""Most pairs of a work item: one for each lane of a row of results, so that no lane computes a column nobody reads."""
+ITEM = tl.constexpr(8)
+"""Words of a work item: four pairs, the last of fewer repeated, and their expert."""
 
 
 @triton.jit
@@ -147,50 +154,79 @@ def element(values, slot, TOPK: tl.constexpr):
 
 
 @triton.jit
-def gathered_pointers(q, s, unit, lane, row, even, odd, G32: tl.constexpr, FMT: tl.constexpr):
-    """Pointers [X, 32] into an activation whose columns are any of its rows.
+def gathered_pointers(q, s, unit, lane, row, own, G32: tl.constexpr, FMT: tl.constexpr):
+    """Pointers [X, 32] into an activation whose columns are any of its rows, in pairs of equal ones.
 
-    `row` [X, 32]: the row of column lane // 4; `even`, `odd`: the rows of columns 2 (lane % 4) and the next.
+    `row` [X, 32]: the row of column lane // 4; `own`: that of columns 2 (lane % 4) and the next.
     """
     HALVES: tl.constexpr = 1 if FMT == 8 else 2
     first = unit * HALVES
     words = q + (row // 8) * (G32 * 64) + (row % 8) * 8 + first * 64 + lane % 4
-    low = s + (even // 8) * (G32 * 8) + even % 8 + first * 8
-    return words, low, s + (odd // 8) * (G32 * 8) + odd % 8 + first * 8
+    return words, s + (own // 8) * (G32 * 8) + own % 8 + first * 8
 
 
 @triton.jit
-def pair_pointers(q, s, unit, lane, row, even, odd, G32: tl.constexpr, FMT: tl.constexpr):
-    """The same into expert rows [pair, G32, 8 words]: `row`, `even`, `odd` are pairs."""
-    HALVES: tl.constexpr = 1 if FMT == 8 else 2
-    first = unit * HALVES
-    return q + (row * G32 + first) * 8 + lane % 4, s + even * G32 + first, s + odd * G32 + first
+def columns(q, s, index, FMT: tl.constexpr, OP: tl.constexpr, PTX: tl.constexpr):
+    """Fragment registers and column scales of the unit `index` units behind the pointers.
 
-
-@triton.jit
-def columns(q, even, odd, index, WORDS: tl.constexpr, SCALES: tl.constexpr, FMT: tl.constexpr, OP: tl.constexpr,
-            R: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """Fragment registers and column scales of the unit `index` units behind the pointers; distances between groups.
-
-    With one live row (`R`) a lane's second column is its first.
+    The scales hold the format's factor: here it is one product for all row tiles, and exact.
     """
     b = ()
     scales = ()
     HALVES: tl.constexpr = 1 if FMT == 8 else 2
     for half in tl.static_range(HALVES):
         group = index * HALVES + half
-        words = q + group * WORDS
-        b = b + (load_one(words, OP, PTX), load_one(words + 4, OP, PTX))  # noqa: RUF005
-        low = load_one(even + group * SCALES, OP, PTX)
-        top = low
-        if R > 1:
-            top = load_one(odd + group * SCALES, OP, PTX)
-        scales = scales + (low, top)  # noqa: RUF005
+        b = b + (load_one(q + group * 64, OP, PTX), load_one(q + group * 64 + 4, OP, PTX))  # noqa: RUF005
+        one = load_one(s + group * 8, OP, PTX) * code_factor(FMT)
+        scales = scales + (one, one)  # noqa: RUF005
     return b, scales
 
 
+# Expert rows lie pair by pair, two groups of 32 after two groups: a lane's words of both (c, c + 4 of one, then of the
+# other) side by side, so that it reads a unit's at once.
+
+
 @triton.jit
-def pair_units(w, wh, ws, tile, first, lane, U: tl.constexpr, S: tl.constexpr, STEP: tl.constexpr, FMT: tl.constexpr,
+def inner_byte(pair, group, value, G32: tl.constexpr):
+    """Where value `value` of 32 of a group of an expert row lies, in bytes."""
+    word = value // 4
+    return ((pair * G32 + group // 2 * 2) * 8 + word % 4 * 4 + group % 2 * 2 + word // 4) * 4 + value % 4
+
+
+@triton.jit
+def inner_columns(
+    hq, hs, row, even, odd, first, lane, G32: tl.constexpr, S: tl.constexpr, STEP: tl.constexpr, FMT: tl.constexpr,
+    R: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`columns` of units first, first + STEP, .. (`S` of them) of expert rows.
+
+    `row` [X, 32]: the pair of column lane // 4; `even`, `odd`: those of a lane's results, with `R` = 1 the same.
+    """
+    words = hq + row * (G32 * 8) + lane % 4 * 4
+    low = hs + even * G32
+    top = hs + odd * G32
+    loaded = ()
+    for i in tl.static_range(S):
+        unit = first + i * STEP
+        if FMT == 8:
+            b = load_two(words + unit // 2 * 16 + unit % 2 * 2, FRESH2, PTX)
+            left = load_one(low + unit, FRESH1, PTX)
+            right = left
+            if R > 1:
+                right = load_one(top + unit, FRESH1, PTX)
+            loaded = loaded + ((b, (left, right)),)  # noqa: RUF005
+        else:
+            tl.static_assert(R == 1)
+            b = load_four(words + unit * 16, FRESH4, PTX)
+            left, right = load_two(low + unit * 2, FRESH2, PTX)
+            left *= code_factor(FMT)
+            right *= code_factor(FMT)
+            loaded = loaded + ((b, (left, left, right, right)),)  # noqa: RUF005
+    return loaded
+
+
+@triton.jit
+def inner_units(w, wh, ws, tile, first, lane, U: tl.constexpr, S: tl.constexpr, STEP: tl.constexpr, FMT: tl.constexpr,
                PTX: tl.constexpr):  # fmt: skip
     """Units first, first + STEP, .. (`S` of them) of two row tiles: a flat tuple, tile by tile within a step."""
     wp, hp, sp = unit_pointers(w, wh, ws, tile * U + first, lane, FMT)
@@ -202,57 +238,37 @@ def pair_units(w, wh, ws, tile, first, lane, U: tl.constexpr, S: tl.constexpr, S
 
 
 @triton.jit
-def pair_sums(acc, units, q, even, odd, S: tl.constexpr, STEP: tl.constexpr, X: tl.constexpr, FMT: tl.constexpr,
-              OP: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """Two accumulators plus those units times expert rows, one unit after the other."""
-    RUN: tl.constexpr = 4 if S % 4 == 0 else S  # columns that are under way at once
-    for c in tl.static_range(S // RUN):
-        loaded = ()
-        for i in tl.static_range(RUN):
-            loaded = loaded + (columns(q, even, odd, (c * RUN + i) * STEP, 8, 1, FMT, OP, R, PTX),)  # noqa: RUF005
-        for i in tl.static_range(RUN):
-            b, scales = loaded[i]
-            grown = ()
-            for r in tl.static_range(2):
-                unit = units[(c * RUN + i) * 2 + r]
-                low, top = unpack_scales(unit[2], FMT)
-                grown = grown + (add_unit(acc[r], unit[0], unit[1], low, top, b, scales, X, FMT, PTX, R),)  # noqa: RUF005
-            acc = grown
+def inner_sums(
+    acc, units, loaded, S: tl.constexpr, X: tl.constexpr, FMT: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr
+):
+    """Two accumulators plus `S` steps of `inner_units` times the columns `loaded`, one unit after the other."""
+    start = loads_under_way(X, PTX)
+    for i in tl.static_range(S):
+        b, scales = loaded[i]
+        grown = ()
+        for r in tl.static_range(2):
+            words, high, pair = units[i * 2 + r]
+            low, top = unpack_scales(pair, 8)
+            grown = grown + (add_unit(acc[r], words, high, low, top, b, scales, X, FMT, PTX, R, start),)  # noqa: RUF005
+        acc = grown
     return acc
 
 
 @triton.jit
-def store_pairs(h, hq, hs, even, odd, live_even, live_odd, group, G32: tl.constexpr):
-    """Int8 group of expert rows in lane form: eight [32] as in `store_lanes`; pairs of a lane's two columns."""
-    lane = tl.arange(0, 32)
-    for e in tl.static_range(2):
-        pair = odd if e == 1 else even
-        live = live_odd if e == 1 else live_even
-        top = tl.maximum(tl.maximum(tl.abs(h[e]), tl.abs(h[2 + e])), tl.maximum(tl.abs(h[4 + e]), tl.abs(h[6 + e])))
-        top = rows_max(top)
-        inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
-        at = pair * G32 + group
-        for i in tl.static_range(4):
-            byte = round_bytes(h[2 * i + e], inverse).to(tl.int8)
-            tl.store(hq + at * 32 + i * 8 + lane // 4, byte, mask=live)
-        tl.store(hs + at, top / 127.0, mask=live & (lane < 4))
-
-
-@triton.jit
-def store_pair(h, hq, hs, pair, group, G32: tl.constexpr):
-    """The same for one pair: four [32], value i holds row 8 i + g in every column."""
+def store_inner(h, hq, hs, pair, live, group, G32: tl.constexpr):
+    """Int8 group of expert rows in lane form: four [32], row 8 i + g of a lane's pair."""
     lane = tl.arange(0, 32)
     top = rows_max(tl.maximum(tl.maximum(tl.abs(h[0]), tl.abs(h[1])), tl.maximum(tl.abs(h[2]), tl.abs(h[3]))))
     inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
-    own = tl.where(lane % 4 < 2, tl.where(lane % 4 == 0, h[0], h[1]), tl.where(lane % 4 == 2, h[2], h[3]))
-    at = pair * G32 + group
-    tl.store(hq + at * 32 + lane % 4 * 8 + lane // 4, round_bytes(own, inverse).to(tl.int8))
-    tl.store(hs + at + lane * 0, top / 127.0, mask=lane == 0)
+    for i in tl.static_range(4):
+        at = inner_byte(pair, group, i * 8 + lane // 4, G32)
+        tl.store(hq + at, round_bytes(h[i], inverse).to(tl.int8), mask=live)
+    tl.store(hs + pair * G32 + group, top / 127.0, mask=live & (lane < 4))
 
 
 @triton.jit
 def row_squares(ss, row, PARTS: tl.constexpr, OP: tl.constexpr, PTX: tl.constexpr):
-    """`lane_squares` of one row of an activation, the same for every column: [32]."""
+    """`lane_squares` of row `row` [32] of an activation, that of a lane's results: [32]."""
     lane = tl.arange(0, 32)
     line = ss + (row // 8) * (PARTS * 8) + row % 8
     total = tl.zeros([32], tl.float32)
@@ -263,90 +279,68 @@ def row_squares(ss, row, PARTS: tl.constexpr, OP: tl.constexpr, PTX: tl.constexp
 
 
 @triton.jit
-def gathered_squares(ss, even, odd, PARTS: tl.constexpr, PTX: tl.constexpr):
-    """`lane_squares` of rows `even`, `odd` [32] of an activation."""
-    lane = tl.arange(0, 32)
-    at_even = (even // 8) * (PARTS * 8) + even % 8
-    at_odd = (odd // 8) * (PARTS * 8) + odd % 8
-    a = tl.zeros([32], tl.float32)
-    b = tl.zeros([32], tl.float32)
-    for i in tl.static_range((PARTS + 7) // 8):
-        part = i * 8 + lane // 4
-        place = tl.minimum(part, PARTS - 1) * 8
-        a += tl.where(part < PARTS, load_one(ss + at_even + place, FRESH1, PTX), 0.0)
-        b += tl.where(part < PARTS, load_one(ss + at_odd + place, FRESH1, PTX), 0.0)
-    return a, b
-
-
-@triton.jit
-def slots_of(ids, t, rows, expert, TOPK: tl.constexpr):
-    """[experts, rows]: the slot in which a row chose an expert, or -1."""
-    slot = tl.full([expert.shape[0], t.shape[0]], -1, tl.int32)
-    for s in tl.static_range(TOPK):
-        chosen = tl.load(ids + t * TOPK + s, mask=t < rows, other=-1)
-        slot = tl.where(chosen[None, :] == expert[:, None], s, slot)
-    return slot
-
-
-@triton.jit
-def row_columns(q, s, ss, row, OP: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr,
-                FMT: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """A warp's share of one activation row, unit by unit, and the row's `row_squares`."""
-    lane = tl.arange(0, 32)[None, :]
-    warp = tl.arange(0, X)[:, None]
-    words, scales, _odd = gathered_pointers(q, s, warp, lane, row, row + lane * 0, row, K // 32, FMT)
+def row_columns(q, s, first, S: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr, OP: tl.constexpr, PTX: tl.constexpr):
+    """Columns of `S` units of a warp's share, `first` units behind the pointers of `gathered_pointers` and on."""
     loaded = ()
-    for i in tl.static_range(U // X):
-        loaded = loaded + (columns(words, scales, scales, i * X, 64, 8, FMT, OP, 1, PTX),)  # noqa: RUF005
-    return loaded, row_squares(ss, row, PARTS, OP, PTX)
+    for i in tl.static_range(S):
+        loaded = loaded + (columns(q, s, first + i * X, FMT, OP, PTX),)  # noqa: RUF005
+    return loaded
 
 
 @triton.jit
 def pair_tile(
-    w, wh, ws, hq, hs, expert, tile, loaded, squares, pair, eps,
+    w, wh, ws, hq, hs, expert, tile, loaded, q, s, squares, pair, eps,
     INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr,
-    PTX: tl.constexpr,
+    LOADED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """32 gate rows and the matching 32 up rows of `expert` (a number or [X, 1]) for one row, stored as `pair`."""
-    y = sum_warps(tile_sums(w, wh, ws, expert, tile, loaded, 0, 0, 0, INTER, U, FMT, S, X, 1, PTX), 1)
-    factor = lane_factors((squares, squares), eps, K)[0]
+    """32 gate rows and the matching 32 up rows of `expert` [X, 1] for one row, stored as `pair`.
+
+    All columns are the same: lane 4 g + c takes row 8 c + g.
+    """
+    G32: tl.constexpr = INTER // 32
+    y = sum_warps(tile_sums(w, wh, ws, expert, tile, loaded, q, s, INTER, U, FMT, S, X, LOADED, PTX), 1)
+    factor = tl.rsqrt(rows_sum(squares) / K + eps)
+    lane = tl.arange(0, 32)
+    c = lane % 4
+    gate = tl.where(c < 2, tl.where(c == 0, y[0][0], y[0][2]), tl.where(c == 2, y[1][0], y[1][2])) * factor
+    up = tl.where(c < 2, tl.where(c == 0, y[2][0], y[2][2]), tl.where(c == 2, y[3][0], y[3][2])) * factor
+    h = silu(gate) * up
+    top = tl.max(tl.abs(h), 0)
+    inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
+    tl.store(hq + inner_byte(pair, tile, c * 8 + lane // 4, G32), round_bytes(h, inverse).to(tl.int8))
+    tl.store(hs + pair * G32 + tile, top / 127.0)
+
+
+@triton.jit
+def item_tile(
+    w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps,
+    TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`pair_tile` for the pairs of an item: `own` [32] that of column lane // 4, `pair` that of a lane's results."""
+    lane = tl.arange(0, 32)
+    row = pair // TOPK
+    q, s = gathered_pointers(
+        xq, xs, tl.arange(0, X)[:, None], lane[None, :], (own // TOPK)[None, :], row[None, :], K // 32, FMT
+    )  # fmt: skip
+    squares = row_squares(ss, row, PARTS, FRESH1, PTX)
+    y = sum_warps(tile_sums(w, wh, ws, expert, tile, (), q, s, INTER, U, FMT, S, X, False, PTX), 1)
+    factor = tl.rsqrt(rows_sum(squares) / K + eps)
     h = ()
     for i in tl.static_range(4):
         gate = y[i // 2][i % 2 * 2] * factor
         up = y[2 + i // 2][i % 2 * 2] * factor
         h = h + (silu(gate) * up,)  # noqa: RUF005
-    store_pair(h, hq, hs, pair, tile, INTER // 32)
-
-
-@triton.jit
-def item_tile(
-    w, wh, ws, xq, xs, ss, hq, hs, line, expert, live, tile, eps,
-    TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """`pair_tile` for the `live` pairs of an item."""
-    lane = tl.arange(0, 32)
-    column = lane % 4 * 2
-    even = load_one(line + tl.minimum(column, live - 1), FRESH1, PTX)
-    odd = load_one(line + tl.minimum(column + 1, live - 1), FRESH1, PTX)
-    own = load_one(line + tl.minimum(lane // 4, live - 1), FRESH1, PTX)
-    q, low, top = gathered_pointers(
-        xq, xs, tl.arange(0, X)[:, None], lane[None, :], (own // TOPK)[None, :], (even // TOPK)[None, :],
-        (odd // TOPK)[None, :], K // 32, FMT,
-    )  # fmt: skip
-    squares = gathered_squares(ss, even // TOPK, odd // TOPK, PARTS, PTX)
-    acc = tile_sums(w, wh, ws, expert, tile, (), q, low, top, INTER, U, FMT, S, X, 8, PTX)
-    h = swiglu(sum_warps(acc), lane_factors(squares, eps, K))
-    store_pairs(h, hq, hs, even, odd, column < live, column + 1 < live, tile, INTER // 32)
+    store_inner(h, hq, hs, pair, lane >= 0, tile, INTER // 32)
 
 
 @triton.jit
 def tile_sums(
-    w, wh, ws, expert, tile, loaded, q, even, odd,
-    INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, R: tl.constexpr,
+    w, wh, ws, expert, tile, loaded, q, s,
+    INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Each warp's sums of two row tiles of gate and two of up; `loaded` columns of one row (`R`), or their pointers."""
+    """Each warp's sums of two row tiles of gate and two of up; columns as `loaded`, or from pointers `q`, `s`."""
     HIGH: tl.constexpr = 64 if FMT == 6 else 32
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, X)[:, None]
@@ -358,34 +352,35 @@ def tile_sums(
         n = c * S * X
         gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1, PTX)
         ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1, PTX)
+        if not LOADED:
+            loaded = row_columns(q, s, n, S, FMT, X, FRESH1, PTX)
+        start = loads_under_way(X, PTX)
         for i in tl.static_range(S):
-            if R == 1:
+            if LOADED:
                 b, scales = loaded[c * S + i]
             else:
-                b, scales = columns(q, even, odd, n + i * X, 64, 8, FMT, FRESH1, R, PTX)
+                b, scales = loaded[i]
             grown = ()
             for r in tl.static_range(4):
-                unit = gates[i * 2 + r] if r < 2 else ups[i * 2 + r - 2]
-                low, top = unpack_scales(unit[2], FMT)
-                grown = grown + (add_unit(acc[r], unit[0], unit[1], low, top, b, scales, X, FMT, PTX, R),)  # noqa: RUF005
+                words, high, pair = gates[i * 2 + r] if r < 2 else ups[i * 2 + r - 2]
+                low, top = unpack_scales(pair, 8)
+                grown = grown + (add_unit(acc[r], words, high, low, top, b, scales, X, FMT, PTX, 1, start),)  # noqa: RUF005
             acc = grown
     return acc
 
 
 @triton.jit
 def shared_rows(shared_gate_up, hq, hs, group, rows, TOPK: tl.constexpr, INTER: tl.constexpr):
-    """The shared expert's int8 group `group` of all rows, eight rows at a time in lane form."""
+    """The shared expert's int8 group `group` of all rows, four rows at a time in lane form."""
     lane = tl.arange(0, 32)
     first = 0
     while first < rows:
+        t = first + lane % 4
         h = ()
-        t = first + lane % 4 * 2
         for i in tl.static_range(4):
-            for e in tl.static_range(2):
-                at = (t + e) * (2 * INTER) + group * 32 + i * 8 + lane // 4
-                gate = tl.load(shared_gate_up + at, mask=t + e < rows, other=0.0)
-                up = tl.load(shared_gate_up + at + INTER, mask=t + e < rows, other=0.0)
-                h = h + (silu(gate) * up,)  # noqa: RUF005
-        pair = rows * TOPK + t
-        store_pairs(h, hq, hs, pair, pair + 1, t < rows, t + 1 < rows, group, INTER // 32)
-        first += 8
+            at = t * (2 * INTER) + group * 32 + i * 8 + lane // 4
+            gate = tl.load(shared_gate_up + at, mask=t < rows, other=0.0)
+            up = tl.load(shared_gate_up + at + INTER, mask=t < rows, other=0.0)
+            h = h + (silu(gate) * up,)  # noqa: RUF005
+        store_inner(h, hq, hs, rows * TOPK + t, t < rows, group, INTER // 32)
+        first += 4

@@ -50,10 +50,25 @@ def window(rows: int) -> int:
     return next(n for n in (1, 4, 8) if n >= min(rows, 8))
 
 
+class ExpertRegisters(NamedTuple):
+    """Bounds for the routed experts: gate/up and down of one row, of two to eight, of more by items.
+
+    Far below what a kernel takes without one, it spills; with fewer registers more programs fit at once.
+    """
+
+    up_row: int | None = 128
+    up_pairs: int | None = 80
+    up_items: int | None = 80
+    down_row: int | None = None
+    down_pairs: int | None = 80
+    down_items: int | None = None
+
+
 class Family(NamedTuple):
     """What is fixed for a kind of card. Tiles name the most steps and warps; a matrix's K may allow fewer.
 
-    `long`: a projection whose K takes more than two stages of `projection`. `expert_registers`, `registers`: bounds
+    `long`: a projection whose K takes more than two stages of `projection`. `expert_steps`: most steps of the routed
+    experts with more than one row, whose programs are many. `expert_registers`, `registers`: bounds
     for the routed experts, and for other kernels of at most eight rows, so that more programs fit at once. `early`: see
     `_dequant.wait_for_inputs`. `ahead`: most bytes of a later matrix that an output projection brings into the
     second-level cache. `measured`: on what, or how else chosen.
@@ -66,7 +81,8 @@ class Family(NamedTuple):
     router: Tile = Tile(1, 16, 4)
     experts: Tile = Tile(2, 4, 8)
     mlp: Tile = Tile(4, 5, 8)
-    expert_registers: int | None = 128
+    expert_steps: int = 2
+    expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
     early: bool = False
     ahead: int = 0
@@ -107,9 +123,10 @@ def is_long(matrix: KernelMatrix, tile: Tile) -> bool:
 
 
 def projection_registers(matrix: KernelMatrix, tile: Tile, rows: int) -> int | None:
-    """Bound on the registers of a projection; with more rows, or a loop over K, it needs them all."""
-    fits = rows == 1 or (rows <= 8 and matrix.format == "W8")
-    return family(matrix.words).registers if fits and tile.warps <= 4 and not is_long(matrix, tile) else None
+    """Bound on the registers of a projection; with more rows of packed formats, or a loop over K, it needs them all."""
+    if tile.warps > 4 or is_long(matrix, tile) or (rows > 1 and matrix.format != "W8"):
+        return None
+    return family(matrix.words).registers if rows <= 8 else 168  # three programs on a multiprocessor
 
 
 def residual(matrix: KernelMatrix, rows: int) -> Tile:
@@ -150,6 +167,11 @@ def experts(matrix: KernelMatrix) -> Tile:
     most = family(matrix.words).experts
     count = warps(matrix.groups, most.warps)
     return Tile(2, steps(matrix.groups, count, most.steps), count)
+
+
+def expert_steps(matrix: KernelMatrix, warps: int) -> int:
+    """Steps that a warp of the routed experts has in flight in a call of several rows, whose programs are many."""
+    return steps(matrix.groups, warps, family(matrix.words).expert_steps)
 
 
 def mlp(matrix: KernelMatrix, rows: int) -> Tile:

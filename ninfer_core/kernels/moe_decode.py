@@ -19,6 +19,7 @@ from . import _tiles
 from ._dequant import (
     EARLY1,
     FRESH1,
+    add_four,
     load_one,
     round_bytes,
     rows_max,
@@ -30,17 +31,19 @@ from ._dequant import (
 from ._experts import (
     ITEM,
     LIST,
+    PAIRS,
     element,
     expert_of,
+    gathered_pointers,
+    inner_columns,
+    inner_sums,
+    inner_units,
     item_tile,
-    pair_pointers,
-    pair_sums,
     pair_tile,
-    pair_units,
     row_columns,
+    row_squares,
     shared_rows,
     shares_of,
-    slots_of,
     top_experts,
 )
 from ._order import Activation, KernelMatrix
@@ -62,49 +65,48 @@ def choose_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def list_kernel(ids, items, used, rows, E: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+def list_kernel(ids, items, used, rows, TOPK: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, PTX: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
-    """One program: the call's work items, an expert with up to eight of its pairs each, by expert, then by row.
+    """Programs (`OWN` experts): the call's work items, an expert with up to four of its pairs each, by expert, by row.
 
-    An item is a line of `items` [., 16]: pairs (row * TOPK + slot), expert, how many pairs.
+    An item is a line of `items` [., 8]: four pairs (row * TOPK + slot), the last of fewer repeated, and the expert.
     """
-    expert = tl.arange(0, BLOCK)
-    row = tl.arange(0, 8)
+    MOST: tl.constexpr = LIST // PAIRS
+    pair = tl.arange(0, LIST * TOPK)
+    every = tl.arange(0, BLOCK)
+    first = tl.program_id(0) * OWN
+    own = first + tl.arange(0, OWN)
     wait_for_inputs(PDL)
-    total = tl.zeros([BLOCK], tl.int32)
-    first = 0
-    while first < rows:
-        total += tl.sum((slots_of(ids, first + row, rows, expert, TOPK) >= 0).to(tl.int32), 1)
-        first += 8
-    lines = (total + 7) // 8
-    start = tl.cumsum(lines, 0) - lines
-    tl.store(used, tl.sum(lines, 0))
-    taken = tl.zeros([BLOCK], tl.int32)
-    first = 0
-    while first < rows:
-        slot = slots_of(ids, first + row, rows, expert, TOPK)
-        member = (slot >= 0).to(tl.int32)
-        place = taken[:, None] + tl.cumsum(member, 1) - member
-        at = (start[:, None] + place // 8) * ITEM + place % 8
-        tl.store(items + at, (first + row)[None, :] * TOPK + slot, mask=slot >= 0)
-        taken += tl.sum(member, 1)
-        first += 8
-    for j in tl.static_range(LIST // 8):
-        line = items + (start + j) * ITEM
-        tl.store(line + 8, expert, mask=lines > j)
-        tl.store(line + 9, tl.minimum(total - 8 * j, 8), mask=lines > j)
+    inside = pair < rows * TOPK
+    chosen = tl.load(ids + pair, mask=inside, other=0)
+    lines = (tl.histogram(chosen, BLOCK, mask=inside) + (PAIRS - 1)) // PAIRS
+    before = tl.sum(tl.where(every < first, lines, 0), 0)
+    tl.store(used, tl.sum(lines, 0), mask=first == 0)
+    member = (chosen[None, :] == own[:, None]) & inside[None, :]
+    count = tl.sum(member.to(tl.int32), 1)
+    place = tl.cumsum(member.to(tl.int32), 1) - 1
+    filled = (count + (PAIRS - 1)) // PAIRS
+    start = before + tl.cumsum(filled, 0) - filled
+    at = items + (start[:, None] + place // PAIRS) * ITEM + place % PAIRS
+    last = member & (place == count[:, None] - 1)
+    tl.store(at, pair[None, :], mask=member)
+    for more in tl.static_range(1, PAIRS):
+        tl.store(at + more, pair[None, :], mask=last & (place % PAIRS + more < PAIRS))
+    line = tl.arange(0, MOST)[None, :]
+    tl.store(items + (start[:, None] + line) * ITEM + PAIRS, own[:, None], mask=line < filled[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def pair_gate_up_kernel(
     w, wh, ws, xq, xs, ss, logits, shared_gate_up, hq, hs, ids, weights, rows, eps,
     E: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr,
-    FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile, pair): h[t, slot] = silu(gate_e x) * up_e x for 32 of the inner width, as int8.
 
     Rows of `hq` (bytes), `hs` [pair, INTER / 32, 32]: t * TOPK + slot, then rows * TOPK + t for the shared expert. The
-    last index belongs to the programs that quantise the shared expert's rows and store ids and weights.
+    last index belongs to the programs that quantise the shared expert's rows and store ids and weights. `LOADED`: the
+    row is read before the wait; with many programs registers for more of them are worth more.
     """
     tile = tl.program_id(0)
     index = tl.program_id(1)
@@ -121,10 +123,19 @@ def pair_gate_up_kernel(
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
     else:
         t = index // TOPK
-        loaded, squares = row_columns(xq, xs, ss, t, EARLY1, K, U, PARTS, FMT, X, PTX)
+        lane = tl.arange(0, 32)
+        q, s = gathered_pointers(
+            xq, xs, tl.arange(0, X)[:, None], lane[None, :], t, (t + lane * 0)[None, :], K // 32, FMT
+        )
+        squares = row_squares(ss, t + lane * 0, PARTS, EARLY1, PTX)
+        loaded = ()
+        if LOADED:
+            loaded = row_columns(q, s, 0, U // X, FMT, X, EARLY1, PTX)
         wait_for_inputs(PDL)
         expert = expert_of(logits, tl.arange(0, X) * 0 + t, rows, index % TOPK, FRESH1, E, PTX)[:, None]
-        pair_tile(w, wh, ws, hq, hs, expert, tile, loaded, squares, index, eps, INTER, K, U, FMT, S, X, PTX)
+        pair_tile(
+            w, wh, ws, hq, hs, expert, tile, loaded, q, s, squares, index, eps, INTER, K, U, FMT, S, X, LOADED, PTX
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -136,56 +147,70 @@ def item_gate_up_kernel(
     """Programs (tile, 1 + item): the same for the pairs of an item; index 0 quantises the shared expert's rows."""
     tile = tl.program_id(0)
     index = tl.program_id(1) - 1
+    lane = tl.arange(0, 32)
     wait_for_inputs(PDL)
     line = items + tl.maximum(index, 0) * ITEM
     filled = tl.load(used)
-    live = tl.load(line + 9)
-    expert = tl.load(line + 8)
-    pair = tl.load(line)
+    expert = tl.load(line + PAIRS)
+    pair = load_one(line + lane % PAIRS, FRESH1, PTX)
+    own = load_one(line + lane // (32 // PAIRS), FRESH1, PTX)
     if index < 0:
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
     elif index < filled:
-        if live == 1:
-            loaded, squares = row_columns(xq, xs, ss, pair // TOPK, FRESH1, K, U, PARTS, FMT, X, PTX)
-            pair_tile(w, wh, ws, hq, hs, expert, tile, loaded, squares, pair, eps, INTER, K, U, FMT, S, X, PTX)
-        else:
-            item_tile(
-                w, wh, ws, xq, xs, ss, hq, hs, line, expert, live, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX
-            )
+        item_tile(w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def expert_rows_kernel(
-    w, wh, ws, hq, hs, items, used, y,
-    INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr,
+    w, wh, ws, sw, sws, hq, hs, items, used, y, rows,
+    TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
+    X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (32 X outputs, item): y[pair, n] of the item's pairs; a warp owns 32 outputs over all of K.
+    """Programs (32 X outputs, X for every eight rows, then items): y[pair, n]; behind the pairs the shared expert's.
 
-    The list is two launches old: it is read, and weights are asked for, before the wait.
+    A warp owns 32 outputs over all of K; of the shared expert its share of K, as in `expert_down_kernel`. The list is
+    two launches old: it is read, and weights are asked for, before the wait.
     """
     G32: tl.constexpr = INTER // 32
+    lane = tl.arange(0, 32)[None, :]
+    warp = tl.arange(0, X)[:, None]
     index = tl.program_id(1)
-    if index < tl.load(used, cache_modifier=".cg"):
-        lane = tl.arange(0, 32)[None, :]
-        warp = tl.arange(0, X)[:, None]
-        group = tl.program_id(0) * X + warp
-        line = items + index * ITEM
-        expert = tl.load(line + 8, cache_modifier=".cg")
-        live = tl.load(line + 9, cache_modifier=".cg")
-        column = lane % 4 * 2 + warp * 0
-        even = load_one(line + tl.minimum(column, live - 1), EARLY1, PTX)
-        odd = load_one(line + tl.minimum(column + 1, live - 1), EARLY1, PTX)
-        own = load_one(line + tl.minimum(lane // 4 + warp * 0, live - 1), EARLY1, PTX)
-        units = pair_units(w, wh, ws, expert * (N // 16) + group * 2, 0, lane, U, U, 1, FMT, PTX)
+    shared = (rows + 7) // 8 * X
+    if index < shared:
+        group = tl.program_id(0) * X + index % X
+        first = index // X * 8
+        units = inner_units(sw, sw, sws, group * 2 + warp * 0, warp, lane, G32, G32 // X, X, 8, PTX)
         wait_for_inputs(PDL)
-        q, low, top = pair_pointers(hq, hs, 0, lane, own, even, odd, G32, FMT)
-        acc = pair_sums(fresh(2, X), units, q, low, top, U, 1, X, FMT, FRESH1, 8, PTX)
+        t = first + lane % 4 * 2 + warp * 0
+        row = rows * TOPK + tl.minimum(first + lane // 4 + warp * 0, rows - 1)
+        even = rows * TOPK + tl.minimum(t, rows - 1)
+        odd = rows * TOPK + tl.minimum(t + 1, rows - 1)
+        loaded = inner_columns(hq, hs, row, even, odd, warp, lane, G32, G32 // X, X, 8, 8, PTX)
+        acc = sum_warps(inner_sums(fresh(2, X), units, loaded, G32 // X, X, 8, 8, PTX))
+        t = first + tl.arange(0, 32) % 4 * 2
+        n = group * 32 + tl.arange(0, 32) // 4
+        for r in tl.static_range(2):
+            for i in tl.static_range(4):
+                at = (rows * TOPK + t + i % 2) * N + n + (r * 16 + i // 2 * 8)
+                tl.store(y + at, acc[r][i], mask=t + i % 2 < rows)
+    elif index - shared < tl.load(used, cache_modifier=".cg"):
+        group = tl.program_id(0) * X + warp
+        line = items + (index - shared) * ITEM
+        expert = tl.load(line + PAIRS, cache_modifier=".cg")
+        pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
+        row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
+        units = inner_units(w, wh, ws, expert * (N // 16) + group * 2, 0, lane, U, S, 1, FMT, PTX)
+        wait_for_inputs(PDL)
+        acc = fresh(2, X)
+        for c in tl.static_range(U // S):
+            if c > 0:
+                units = inner_units(w, wh, ws, expert * (N // 16) + group * 2, c * S, lane, U, S, 1, FMT, PTX)
+            loaded = inner_columns(hq, hs, row, pair, pair, c * S, lane, G32, S, 1, FMT, 1, PTX)
+            acc = inner_sums(acc, units, loaded, S, X, FMT, 1, PTX)
         for r in tl.static_range(2):
             for h in tl.static_range(2):
                 n = group * 32 + r * 16 + h * 8 + lane // 4
-                store_one(y + even * N + n, acc[r][2 * h], column < live, PTX)
-                store_one(y + odd * N + n, acc[r][2 * h + 1], column + 1 < live, PTX)
+                store_one(y + pair * N + n, acc[r][2 * h], lane + warp >= 0, PTX)
     else:
         wait_for_inputs(PDL)
 
@@ -194,11 +219,13 @@ def expert_rows_kernel(
 def expert_down_kernel(
     w, wh, ws, sw, sws, hq, hs, ids, weights, logits, y, x, norm, x_out, u_out, q_out, s_out, ss_out, rows,
     E: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr,
-    X: tl.constexpr, GROUPED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, CHOOSES: tl.constexpr, GROUPED: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (group of 32 outputs, row): residual + sum_s weight_s down_e(s) h_s + sigmoid(gate) * shared.
 
-    A warp owns a chosen expert (X = TOPK) and a share of the shared expert's K. Grouped: expert results come from `y`.
+    A warp owns a chosen expert (X = TOPK) and a share of the shared expert's K. Grouped: results come from `y`. With
+    `CHOOSES` a program finds its row's experts before the wait; many rows' programs start late and read them.
     """
     G32: tl.constexpr = INTER // 32
     pid = tl.program_id(0)
@@ -207,37 +234,49 @@ def expert_down_kernel(
     warp = tl.arange(0, X)[:, None]
     pair = t * TOPK + warp + lane * 0
     gains = norm_gains(norm, pid)
+    n = pid * 32 + tl.arange(0, 32) // 4
     old = ()
     for i in tl.static_range(4):
-        n = pid * 32 + i * 8 + tl.arange(0, 32) // 4
-        old = old + (load_one(x + t * N + n, EARLY1, PTX),)  # noqa: RUF005
+        old = old + (load_one(x + t * N + n + i * 8, EARLY1, PTX),)  # noqa: RUF005
     gate = 1.0 / (1.0 + tl.exp(-tl.load(logits + t * (E + 1) + E, cache_modifier=".cg")))
-    shared_units = pair_units(sw, sw, sws, pid * 2 + warp * 0, warp, lane, G32, G32 // X, X, 8, PTX)
     if GROUPED:
         share = load_one(weights + pair, EARLY1, PTX)
         wait_for_inputs(PDL)
         parts = ()
+        shared = ()
         for i in tl.static_range(4):
-            parts = parts + (load_one(y + pair * N + pid * 32 + i * 8 + lane // 4, FRESH1, PTX),)  # noqa: RUF005
+            parts = parts + (load_one(y + pair * N + pid * 32 + i * 8 + lane // 4, FRESH1, PTX) * share,)  # noqa: RUF005
+            shared = shared + (load_one(y + (rows * TOPK + t) * N + n + i * 8, FRESH1, PTX),)  # noqa: RUF005
+        routed = tl.reduce(parts, 0, add_four)
     else:
-        slot = tl.arange(0, X)
-        found, chosen = top_experts(logits, slot * 0 + t, rows, EARLY1, E, TOPK, PTX)
-        share = element(shares_of(chosen, TOPK), slot, TOPK)[:, None]
-        expert = element(found, slot, TOPK)[:, None]
-        units = pair_units(w, wh, ws, expert * (N // 16) + pid * 2, 0, lane, U, U, 1, FMT, PTX)
-        wait_for_inputs(PDL)
-        q, low, top = pair_pointers(hq, hs, 0, lane, pair, pair, pair, G32, FMT)
-        acc = pair_sums(fresh(2, X), units, q, low, top, U, 1, X, FMT, FRESH1, 1, PTX)
-        parts = (acc[0][0], acc[0][2], acc[1][0], acc[1][2])
-    own = rows * TOPK + t + warp * 0 + lane * 0
-    q, low, top = pair_pointers(hq, hs, warp, lane, own, own, own, G32, 8)
-    acc = pair_sums(fresh(2, X), shared_units, q, low, top, G32 // X, X, X, 8, FRESH1, 1, PTX)
-    routed, shared = sum_warps(
-        (
-            (parts[0] * share, parts[1] * share, parts[2] * share, parts[3] * share),
-            (acc[0][0], acc[0][2], acc[1][0], acc[1][2]),
+        shared_units = inner_units(sw, sw, sws, pid * 2 + warp * 0, warp, lane, G32, G32 // X, X, 8, PTX)
+        if CHOOSES:
+            slot = tl.arange(0, X)
+            found, chosen = top_experts(logits, slot * 0 + t, rows, EARLY1, E, TOPK, PTX)
+            share = element(shares_of(chosen, TOPK), slot, TOPK)[:, None]
+            expert = element(found, slot, TOPK)[:, None]
+            units = inner_units(w, wh, ws, expert * (N // 16) + pid * 2, 0, lane, U, S, 1, FMT, PTX)
+            wait_for_inputs(PDL)
+        else:
+            wait_for_inputs(PDL)
+            expert = load_one(ids + pair, FRESH1, PTX)
+            share = load_one(weights + pair, FRESH1, PTX)
+            units = inner_units(w, wh, ws, expert * (N // 16) + pid * 2, 0, lane, U, S, 1, FMT, PTX)
+        own = rows * TOPK + t + warp * 0 + lane * 0
+        loaded = inner_columns(hq, hs, pair, pair, pair, 0, lane, G32, S, 1, FMT, 1, PTX)
+        shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
+        acc = inner_sums(fresh(2, X), units, loaded, S, X, FMT, 1, PTX)
+        for c in tl.static_range(1, U // S):
+            units = inner_units(w, wh, ws, expert * (N // 16) + pid * 2, c * S, lane, U, S, 1, FMT, PTX)
+            loaded = inner_columns(hq, hs, pair, pair, pair, c * S, lane, G32, S, 1, FMT, 1, PTX)
+            acc = inner_sums(acc, units, loaded, S, X, FMT, 1, PTX)
+        parts = inner_sums(fresh(2, X), shared_units, shared_loaded, G32 // X, X, 8, 1, PTX)
+        routed, shared = sum_warps(
+            (
+                (acc[0][0] * share, acc[0][2] * share, acc[1][0] * share, acc[1][2] * share),
+                (parts[0][0], parts[0][2], parts[1][0], parts[1][2]),
+            )
         )
-    )
     finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_out, t, pid, N)
 
 
@@ -298,17 +337,17 @@ def route_and_shared(
 
 
 def most_items(rows: int, top_k: int, experts: int) -> int:
-    """Most work items of a call: every chosen expert one, and one more for each eight further pairs of it."""
+    """Most work items of a call: every chosen expert one, and one more for each four further pairs of it."""
     chosen = min(experts, rows * top_k)
-    return chosen + (rows * top_k - chosen) // 8
+    return chosen + (rows * top_k - chosen) // PAIRS.value
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
     """Int8 inner rows of all (row, slot) pairs, then of the shared expert: `q` [P, G, 8] int32, `s` [P, G] fp32.
 
-    For calls of more than eight rows also `items` [M, 16] and `used` [1] int32, the work items of `list_kernel`, and
-    `y` [T * top_k, E] fp32, the pairs' results; otherwise these are empty.
+    The words of a row are in the order of `_experts.inner_byte`. For calls of more than eight rows also `items` [M, 8]
+    and `used` [1] int32, the work items of `list_kernel`, and `y` [P, E] fp32, the results; otherwise these are empty.
     """
 
     q: torch.Tensor
@@ -324,8 +363,11 @@ class ExpertRows:
         """Buffers for `rows` rows: P = rows * (top_k + 1), G = inner / 32.
 
         Raises:
-            ValueError: more than eight rows without the number of experts and the hidden width, or more than 64.
+            ValueError: more than eight rows without the number of experts and the hidden width, or more than 64; or
+                an inner width that is not a multiple of 64.
         """
+        if inner % 64:
+            raise ValueError(f"the inner width is {inner}; expert rows are stored by 64 values")
         grouped = rows > 8
         if rows > LIST.value or (grouped and not (experts and width)):
             raise ValueError(
@@ -339,8 +381,13 @@ class ExpertRows:
             torch.empty(count, inner // 32, **f32),
             torch.zeros(most_items(rows, top_k, experts) if grouped else 0, ITEM.value, **i32),
             torch.zeros(1 if grouped else 0, **i32),
-            torch.empty(rows * top_k if grouped else 0, width, **f32),
+            torch.empty(count if grouped else 0, width, **f32),
         )
+
+    def words(self) -> torch.Tensor:
+        """The int8 rows in their own order: int32 [P, G, 8]."""
+        pairs, groups, _ = self.q.shape
+        return self.q.view(pairs, groups // 2, 4, 2, 2).permute(0, 1, 3, 4, 2).reshape(pairs, groups, 8)
 
 
 def choose(logits: torch.Tensor, h: ExpertRows, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -348,9 +395,9 @@ def choose(logits: torch.Tensor, h: ExpertRows, ids: torch.Tensor, weights: torc
     rows, top_k = ids.shape
     experts = logits.shape[1] - 1
     choose_kernel[(rows,)](logits, ids, weights, rows, E=experts, TOPK=top_k, **_tiles.launch(logits, 1))
-    list_kernel[(1,)](
+    list_kernel[(triton.cdiv(experts, 8),)](
         ids, h.items, h.used, rows,
-        E=experts, TOPK=top_k, BLOCK=triton.next_power_of_2(experts), **_tiles.launch(logits, 8),
+        TOPK=top_k, BLOCK=triton.next_power_of_2(experts), OWN=8, **_tiles.launch(logits, 8),
     )  # fmt: skip
 
 
@@ -386,18 +433,21 @@ def expert_gate_up(
         "TOPK": top_k, "INTER": inner, "K": matrix.columns, "U": matrix.groups, "PARTS": a.ss.shape[1],
         "FMT": matrix.code, "S": tile.steps, "X": tile.warps,
     }  # fmt: skip
-    options = _tiles.launch(logits, tile.warps, _tiles.family(logits).expert_registers)
+    bounds = _tiles.family(logits).expert_registers
+    if rows > 1:
+        shape["S"] = _tiles.expert_steps(matrix, tile.warps)
     hq = h.q.view(torch.int8)
     if rows <= 8:
         pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
             matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, rows, eps,
-            E=experts, **shape, **options,
+            E=experts, LOADED=rows == 1, **shape,
+            **_tiles.launch(logits, tile.warps, bounds.up_row if rows == 1 else bounds.up_pairs),
         )  # fmt: skip
         return
     choose(logits, h, ids, weights)
     item_gate_up_kernel[(inner // 32, 1 + most_items(rows, top_k, experts))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, shared, hq, h.s, h.items, h.used, rows, eps,
-        **shape, **options,
+        **shape, **_tiles.launch(logits, tile.warps, bounds.up_items),
     )  # fmt: skip
 
 
@@ -425,20 +475,22 @@ def expert_down(
     rows, top_k = ids.shape
     experts = logits.shape[1] - 1
     width = x.shape[1]
-    if top_k & (top_k - 1) or matrix.columns // 32 % top_k:
-        raise ValueError(f"{top_k} warps do not divide an inner width of {matrix.columns} into whole groups")
+    if top_k & (top_k - 1) or matrix.columns // 32 % top_k or width // 32 % top_k:
+        raise ValueError(f"{top_k} warps do not divide {matrix.columns} by {width} weights into whole groups of 32")
     grouped = rows > 8
+    bounds = _tiles.family(x).expert_registers
+    some = _tiles.expert_steps(matrix, 1)
     if grouped:
-        warps = _tiles.warps(width // 32, 8)
-        expert_rows_kernel[(width // 32 // warps, most_items(rows, top_k, experts))](
-            matrix.words, matrix.high, matrix.scales, h.q, h.s, h.items, h.used, h.y,
-            INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, X=warps,
-            **_tiles.launch(x, warps, _tiles.family(x).expert_registers),
+        expert_rows_kernel[(width // 32 // top_k, triton.cdiv(rows, 8) * top_k + most_items(rows, top_k, experts))](
+            matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, h.items, h.used,
+            h.y, rows,
+            TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, S=some, X=top_k,
+            **_tiles.launch(x, top_k, bounds.down_items),
         )  # fmt: skip
     expert_down_kernel[(width // 32, rows)](
         matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, ids, weights, logits,
         h.y, x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,
-        E=experts, TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, X=top_k,
-        GROUPED=grouped,
-        **_tiles.launch(x, top_k, _tiles.family(x).expert_registers if rows > 1 else None, leads=True),
+        E=experts, TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code,
+        S=matrix.groups if rows == 1 else some, X=top_k, CHOOSES=rows <= 2, GROUPED=grouped,
+        **_tiles.launch(x, top_k, None if grouped else bounds.down_row if rows == 1 else bounds.down_pairs, leads=True),
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """The routed experts of all 40 layers in decode: gate/up and down by rows of a call, each beside its floor, and exactness.
 
-    python -m tests.bench.experts [--json FILE] [--rows 1,2,4,8,16,32,64] [--workers N] [--no-checks]
+    python -m tests.bench.experts [--json FILE] [--rows 1,2,4,8,16,32,64] [--workers N] [--no-checks] [--registers]
 
 Every layer and row has router logits of its own, so that rows share experts by chance only. The floor is the bytes of
-the experts that were chosen (a layer's every expert once) over the read bandwidth measured in the same run.
+the experts that were chosen (a layer's every expert once) over the read bandwidth measured in the same run. With
+`--registers` only: gate/up and down by bounds on registers and tiles of gate/up, compiled by the workers beforehand.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 
+from ninfer_core.kernels import _tiles
 from ninfer_core.kernels import moe_decode as moe
 from ninfer_core.kernels._order import Activation, KernelMatrix
+from ninfer_core.kernels._tiles import ExpertRegisters, Tile
 from tests.bench.common import Record
 from tests.bench.kernel_checks import check_choice, check_moe, faults
 from tests.bench.kernel_inputs import DEVICE, graph_time, random_activation, random_matrix, read_bandwidth
@@ -26,6 +29,22 @@ from tests.bench.kernel_inputs import DEVICE, graph_time, random_activation, ran
 LAYERS, EXPERTS, TOP_K, INNER, WIDTH = 40, 256, 8, 512, 2048
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHECKED = (1, 2, 4, 8, 9, 16, 64)
+SWEEP: dict[str, dict[str, Any]] = {"default": {}} | {
+    f"{steps} steps, at most {most}": {
+        "expert_steps": steps,
+        "experts": Tile(2, steps, 8),
+        "expert_registers": ExpertRegisters(*[most] * len(ExpertRegisters._fields)),
+    }
+    for steps, most in ((1, 64), (1, 80), (2, 80), (2, 96), (2, 128), (4, 128), (4, None))
+}
+"""Fields of `_tiles.Family` to compare."""
+SWEPT = (1, 4, 8, 32, 64)
+FAMILIES = dict(_tiles.FAMILIES)
+
+
+def select(name: str) -> None:
+    """Launch with these fields of `SWEEP` from now on."""
+    _tiles.FAMILIES.update({n: family._replace(**SWEEP[name]) for n, family in FAMILIES.items()})
 
 
 class Experts:
@@ -70,10 +89,22 @@ class Call:
             self.logits[i], self.x, self.experts.norm, self.out, self.u, self.a_out,
         )  # fmt: skip
 
-    def times(self, bandwidth: float) -> dict[str, Any]:
-        """Microseconds of all layers, and floors; the choice alone where it is a launch of its own."""
+    def fill(self) -> None:
+        """Choice and inner rows of all layers."""
         for i in self.layers:
             self.gate_up(i)
+
+    def halves(self) -> dict[str, float]:
+        """Microseconds of gate/up, of down, and of both, all layers."""
+        parts = {"up": [self.gate_up], "down": [self.down], "up and down": [self.gate_up, self.down]}
+        return {
+            name: graph_time(lambda calls=calls: [call(i) for i in self.layers for call in calls], 7)
+            for name, calls in parts.items()
+        }
+
+    def times(self, bandwidth: float) -> dict[str, Any]:
+        """Microseconds of all layers, and floors; the choice alone where it is a launch of its own."""
+        self.fill()
         distinct = [len(self.ids[i].unique()) for i in self.layers]
 
         def floor(matrices: list[KernelMatrix]) -> float:
@@ -100,6 +131,7 @@ def prepare(job: tuple[str, int]) -> list[str]:
             return faults(check_choice(), kind)
         if kind == "moe":
             return faults(check_moe(rows), f"{kind} {rows}")
+        select(kind)
         call = Experts(1).call(rows)
         call.gate_up(0)
         call.down(0)
@@ -116,12 +148,15 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--workers", type=int, default=12, help="processes that check and compile beforehand")
     parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--registers", action="store_true", help="no checks; only the halves, by bounds and tiles")
     options = parser.parse_args()
     torch.manual_seed(0)
     record = Record(options.json, "cuda")
     counts = [int(n) for n in options.rows.split(",")]
-    jobs = [("layer", rows) for rows in counts]
-    if not options.no_checks:
+    jobs = [("default", rows) for rows in counts]
+    if options.registers:  # calls of two to eight rows share their kernels, as do those of more
+        jobs = [(name, rows) for rows in (4, 32, 1) for name in SWEEP]
+    elif not options.no_checks:
         jobs += [("choice", 0), *(("moe", rows) for rows in CHECKED)]
     wrong = []
     with futures.ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -131,6 +166,14 @@ def main() -> int:
     bandwidth = read_bandwidth()
     record.add("read bandwidth TB/s", bandwidth)
     experts = Experts()
+    if options.registers:
+        for rows in SWEPT:
+            call = experts.call(rows)
+            call.fill()
+            for name in SWEEP:
+                select(name)
+                record.add(f"{rows} rows, {name}, us", call.halves())
+        return bool(wrong)
     for rows in counts:
         record.add(f"{rows} rows, us", experts.call(rows).times(bandwidth))
     return bool(wrong)

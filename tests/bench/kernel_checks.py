@@ -71,7 +71,7 @@ def check_moe(T):
     logits, shared, h, ids, _, xo, uo, ao = run(0, T)
     factor = torch.rsqrt((x**2).mean(1, keepdim=True) + 1e-6)
     xr = whole.values(T)
-    hr = dequantize_rows_ref(h.q, h.s)
+    hr = dequantize_rows_ref(h.words(), h.s)
     best, order = logits[:, :experts].topk(8)
     gates = up_values.view(experts, 2 * inner, width)[ids.long()]
     y = torch.einsum("tsik,tk->tsi", gates, xr) * factor[:, :, None]
@@ -110,17 +110,18 @@ def check_choice():
             entry[f"{kind} {T} ids"] = torch.equal(ids.long(), order[:, :top_k])
             entry[f"{kind} {T} x"] = relative(weights, best[:, :top_k].softmax(-1))
             if T > 8:
-                got = [[*line[:n], e] for *line, e, n in h.items[: int(h.used), :10].tolist()]
+                got = h.items[: int(h.used), :5].tolist()
                 entry[f"{kind} {T} items"] = got == work_items(ids.flatten().tolist(), experts)
     return entry
 
 
 def work_items(chosen, experts):
-    """Lines of up to eight pairs and their expert, from the expert of every pair."""
+    """Lines of four pairs, the last of fewer repeated, and their expert, from the expert of every pair."""
     lines = []
     for e in range(experts):
         pairs = [p for p, own in enumerate(chosen) if own == e]
-        lines += [[*pairs[i : i + 8], e] for i in range(0, len(pairs), 8)]
+        pairs += pairs[-1:] * (-len(pairs) % 4)
+        lines += [[*pairs[i : i + 4], e] for i in range(0, len(pairs), 4)]
     return lines
 
 

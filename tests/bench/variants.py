@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from ninfer_core.kernels import _dequant, _tiles
-from ninfer_core.kernels._tiles import Tile
+from ninfer_core.kernels._tiles import ExpertRegisters, Tile
 from tests.bench.chain import PARTS, Chain, context_times, routing_cost, run_chain
 from tests.bench.common import Record
 from tests.bench.kernel_checks import CHECKS, faults
@@ -39,8 +39,8 @@ FAMILY = {
     "early, ahead 8": {"early": True, "ahead": 8 << 20},
     "early, ahead 12": {"early": True, "ahead": 12 << 20},
     "early, free": {"early": True, "registers": None},
-    "experts free": {"expert_registers": None},
-    "experts 96": {"expert_registers": 96},
+    "experts free": {"expert_registers": ExpertRegisters(*[None] * 6)},
+    "experts 96": {"expert_registers": ExpertRegisters(*[96] * 6)},
     "out 2 8 16": {"residual": Tile(2, 8, 16)},
     "out 2 8 8": {"residual": Tile(2, 8, 8)},
     "out 2 4 16": {"residual": Tile(2, 4, 16)},

@@ -203,7 +203,8 @@ def expert_cases(full: bool):
     up = {
         "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "FMT": 4, "S": 4 if full else 2, "X": warps,
     }  # fmt: skip
-    yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | {"E": 256}
+    yield "experts up, a row", moe_decode.pair_gate_up_kernel, warps, BYTES, up | {"E": 256, "LOADED": True}
+    yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | {"E": 256, "LOADED": False}
     yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up
     yield "choose", moe_decode.choose_kernel, 1, {}, {"E": 256, "TOPK": top_k}
     yield "list", moe_decode.list_kernel, 8, {}, {"TOPK": top_k, "BLOCK": 256, "OWN": 8}

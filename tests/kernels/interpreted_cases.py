@@ -142,8 +142,8 @@ def experts(fmt_up, fmt_down, rows):
     hidden = torch.cat([hidden, silu(shared[:, :inner]) * shared[:, inner:]])
     words, scales = quantize_rows_ref(hidden)
     near(h.s, scales, 1e-5, "inner scales")
-    assert (h.q != words).sum() <= 2, "inner codes"  # a value at a rounding border may fall either way
-    codes = h.q.view(torch.int8).view(-1, inner // 32, 32).float()
+    assert (h.words() != words).sum() <= 2, "inner codes"  # a value at a rounding border may fall either way
+    codes = h.words().view(torch.int8).view(-1, inner // 32, 32).float()
     inner_rows = (codes * h.s[..., None]).view(-1, inner)
     x_out, u_out, out = (
         torch.full((rows, width), NAN),
@@ -160,6 +160,17 @@ def experts(fmt_up, fmt_down, rows):
     near(x_out - x, expected, 1e-5, "x")
     same(out.rows(rows)[0], quantize_rows_ref(u_out)[0], "codes")
     near(out.rows(rows)[2].sum(1), (x_out**2).sum(1), EXACT, "sums of squares")
+    if rows == 1:
+        return
+    h = moe_decode.ExpertRows.empty(1, top_k, inner, "cpu")
+    alone, u, part = torch.full((1, width), NAN), torch.full((1, width), NAN), Activation.empty(1, width, 8, "cpu")
+    one = Activation.from_rows(x[:1], (x[:1] ** 2).view(1, -1, 32).sum(-1))
+    moe_decode.expert_gate_up(up, one, logits[:1], shared[:1], h, ids[:1], weights[:1])
+    moe_decode.expert_down(
+        down, shared_down, h, ids[:1], weights[:1], logits[:1], x[:1], norm, alone, u, part
+    )  # fmt: skip
+    same(alone, x_out[:1], "a row alone")
+    same(part.rows(1)[0], out.rows(rows)[0][:1], "codes of a row alone")
 
 
 def ties():
@@ -344,7 +355,7 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "windows": (windows,),
     "side rows": (side_rows,),
     "residual": (residual,),
-    "experts Q4 Q5": (experts, "Q4", "Q5", 2),
+    "experts Q4 Q5": (experts, "Q4", "Q5", 3),
     "experts W8 W8": (experts, "W8", "W8", 1),
     "experts Q4 Q6": (experts, "Q4", "Q6", 1),
     "experts grouped": (experts, "Q4", "Q5", 9),

@@ -17,8 +17,8 @@ CASES = (
 LONG_CASES = ("experts W8 W8", "experts Q4 Q6")
 """The same code in other formats; before a release."""
 PRODUCTS = {
-    "gdn in", "gdn in R=1", "gdn in 64", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts up, pairs",
-    "experts up, items", "experts rows 5", "experts down 5", "attention INT8 R=1", "attention bf16 R=1",
+    "gdn in", "gdn in R=1", "gdn in 64", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts up, a row", "experts up, pairs",
+    "experts up, items", "experts rows 5", "experts down 5 R=1", "experts down 5 R=8", "attention INT8 R=1", "attention bf16 R=1",
 }  # fmt: skip
 """Kernels with matrix instructions, all operands in lane layout; the others leave layouts to the compiler."""
 SMALLEST_BLOCK_MEMORY = 99 * 1024
