@@ -60,7 +60,7 @@ class ExpertRegisters(NamedTuple):
     up_pairs: int | None = 80
     up_items: int | None = 80
     down_row: int | None = None
-    down_pairs: int | None = 80
+    down_pairs: int | None = None
     down_items: int | None = None
 
 

@@ -1,10 +1,11 @@
 """Triton decode kernels of the sparse MLP: router with shared gate/up, routed gate/up, routed and shared down.
 
 Up to eight rows take three launches, and a program per (row, expert) pair: rows share an expert too rarely for lists to
-pay, and where they do its weights come from the cache. Every program chooses for its own row (256 logits fit in a
-warp's registers; a launch would cost more); the down kernel does so before the wait: the logits are two launches old.
-More rows are listed by expert over the whole call (three launches more), so every chosen expert is read once. No
-atomics; a row's sums have the same order on both ways.
+pay, and where they do its weights come from the cache. Every gate/up program chooses for its own row (256 logits fit in
+a warp's registers; a launch would cost more), and with one or two rows so does the down kernel, before the wait: the
+logits are two launches old. More rows are listed by expert over the whole call (three launches more), up to four pairs
+an item, so that few experts are read twice; the shared expert then serves eight rows at a time. No atomics; sums of a
+row have the same order on all ways.
 """
 
 from __future__ import annotations
@@ -102,15 +103,15 @@ def pair_gate_up_kernel(
     E: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr,
     FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile, pair): h[t, slot] = silu(gate_e x) * up_e x for 32 of the inner width, as int8.
+    """Programs (tile, 1 + pair): h[t, slot] = silu(gate_e x) * up_e x for 32 of the inner width, as int8.
 
     Rows of `hq` (bytes), `hs` [pair, INTER / 32, 32]: t * TOPK + slot, then rows * TOPK + t for the shared expert. The
-    last index belongs to the programs that quantise the shared expert's rows and store ids and weights. `LOADED`: the
-    row is read before the wait; with many programs registers for more of them are worth more.
+    first index belongs to the programs that quantise the shared expert's rows and store ids and weights, which take
+    longest. `LOADED`: the row is read before the wait; with many programs registers for more of them are worth more.
     """
     tile = tl.program_id(0)
-    index = tl.program_id(1)
-    if index == tl.num_programs(1) - 1:
+    index = tl.program_id(1) - 1
+    if index < 0:
         wait_for_inputs(PDL)
         if tile == 0:
             L: tl.constexpr = 8 if X < 8 else X
@@ -249,27 +250,31 @@ def expert_down_kernel(
             shared = shared + (load_one(y + (rows * TOPK + t) * N + n + i * 8, FRESH1, PTX),)  # noqa: RUF005
         routed = tl.reduce(parts, 0, add_four)
     else:
-        shared_units = inner_units(sw, sw, sws, pid * 2 + warp * 0, warp, lane, G32, G32 // X, X, 8, PTX)
+        shared_tile = pid * 2 + warp * 0
+        own = rows * TOPK + t + warp * 0 + lane * 0
         if CHOOSES:
+            shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
             slot = tl.arange(0, X)
             found, chosen = top_experts(logits, slot * 0 + t, rows, EARLY1, E, TOPK, PTX)
             share = element(shares_of(chosen, TOPK), slot, TOPK)[:, None]
-            expert = element(found, slot, TOPK)[:, None]
-            units = inner_units(w, wh, ws, expert * (N // 16) + pid * 2, 0, lane, U, S, 1, FMT, PTX)
+            tile = element(found, slot, TOPK)[:, None] * (N // 16) + pid * 2
+            units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
             wait_for_inputs(PDL)
+            shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
         else:
             wait_for_inputs(PDL)
-            expert = load_one(ids + pair, FRESH1, PTX)
+            tile = load_one(ids + pair, FRESH1, PTX) * (N // 16) + pid * 2
             share = load_one(weights + pair, FRESH1, PTX)
-            units = inner_units(w, wh, ws, expert * (N // 16) + pid * 2, 0, lane, U, S, 1, FMT, PTX)
-        own = rows * TOPK + t + warp * 0 + lane * 0
+            units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
         loaded = inner_columns(hq, hs, pair, pair, pair, 0, lane, G32, S, 1, FMT, 1, PTX)
-        shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
         acc = inner_sums(fresh(2, X), units, loaded, S, X, FMT, 1, PTX)
         for c in tl.static_range(1, U // S):
-            units = inner_units(w, wh, ws, expert * (N // 16) + pid * 2, c * S, lane, U, S, 1, FMT, PTX)
+            units = inner_units(w, wh, ws, tile, c * S, lane, U, S, 1, FMT, PTX)
             loaded = inner_columns(hq, hs, pair, pair, pair, c * S, lane, G32, S, 1, FMT, 1, PTX)
             acc = inner_sums(acc, units, loaded, S, X, FMT, 1, PTX)
+        if not CHOOSES:
+            shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
+            shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
         parts = inner_sums(fresh(2, X), shared_units, shared_loaded, G32 // X, X, 8, 1, PTX)
         routed, shared = sum_warps(
             (

@@ -4,7 +4,7 @@
 
 Every layer and row has router logits of its own, so that rows share experts by chance only. The floor is the bytes of
 the experts that were chosen (a layer's every expert once) over the read bandwidth measured in the same run. With
-`--registers` only: gate/up and down by bounds on registers and tiles of gate/up, compiled by the workers beforehand.
+`--registers` only: gate/up and down by steps and bounds on registers, compiled by the workers beforehand.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures as futures
 import multiprocessing
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from ninfer_core.kernels import _tiles
 from ninfer_core.kernels import moe_decode as moe
 from ninfer_core.kernels._order import Activation, KernelMatrix
-from ninfer_core.kernels._tiles import ExpertRegisters, Tile
+from ninfer_core.kernels._tiles import ExpertRegisters
 from tests.bench.common import Record
 from tests.bench.kernel_checks import check_choice, check_moe, faults
 from tests.bench.kernel_inputs import DEVICE, graph_time, random_activation, random_matrix, read_bandwidth
@@ -32,13 +33,13 @@ CHECKED = (1, 2, 4, 8, 9, 16, 64)
 SWEEP: dict[str, dict[str, Any]] = {"default": {}} | {
     f"{steps} steps, at most {most}": {
         "expert_steps": steps,
-        "experts": Tile(2, steps, 8),
         "expert_registers": ExpertRegisters(*[most] * len(ExpertRegisters._fields)),
     }
-    for steps, most in ((1, 64), (1, 80), (2, 80), (2, 96), (2, 128), (4, 128), (4, None))
+    for steps, most in ((1, 80), (2, 80), (2, 96), (2, 128), (4, 128), (4, None))
 }
 """Fields of `_tiles.Family` to compare."""
-SWEPT = (1, 4, 8, 32, 64)
+SWEPT = {1: ("default", "4 steps, at most 128", "4 steps, at most None")} | dict.fromkeys((4, 8, 32, 64), tuple(SWEEP))
+"""By rows, what is compared; calls of two to eight share their kernels, as do those of more."""
 FAMILIES = dict(_tiles.FAMILIES)
 
 
@@ -50,11 +51,11 @@ def select(name: str) -> None:
 class Experts:
     """Weights of all layers, and the buffers of a call of `rows` rows in each."""
 
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, layers: Sequence[int] = range(LAYERS)) -> None:
         q6 = (34, 38, 39)
-        self.up = [random_matrix(EXPERTS * 2 * INNER, WIDTH, "Q4") for _ in range(layers)]
-        self.down = [random_matrix(EXPERTS * WIDTH, INNER, "Q6" if i in q6 else "Q5") for i in range(layers)]
-        self.shared_down = [random_matrix(WIDTH, INNER, "W8") for _ in range(layers)]
+        self.up = [random_matrix(EXPERTS * 2 * INNER, WIDTH, "Q4") for _ in layers]
+        self.down = [random_matrix(EXPERTS * WIDTH, INNER, "Q6" if i in q6 else "Q5") for i in layers]
+        self.shared_down = [random_matrix(WIDTH, INNER, "W8") for _ in layers]
         self.norm = (torch.randn(WIDTH, device=DEVICE) * 0.1).bfloat16()
 
     def call(self, rows: int) -> Call:
@@ -122,7 +123,7 @@ class Call:
 
 
 def prepare(job: tuple[str, int]) -> list[str]:
-    """In a worker, at once with others: a check, for its faults; or one layer, so that its kernels are compiled."""
+    """In a worker, at once with others: a check, for its faults; or two layers, so that all kernels are compiled."""
     kind, rows = job
     try:
         torch.cuda.set_device(0)
@@ -132,9 +133,10 @@ def prepare(job: tuple[str, int]) -> list[str]:
         if kind == "moe":
             return faults(check_moe(rows), f"{kind} {rows}")
         select(kind)
-        call = Experts(1).call(rows)
-        call.gate_up(0)
-        call.down(0)
+        call = Experts((0, LAYERS - 1)).call(rows)  # both formats
+        for i in call.layers:
+            call.gate_up(i)
+            call.down(i)
         torch.cuda.synchronize()
         return []
     except Exception as error:
@@ -148,14 +150,18 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--workers", type=int, default=12, help="processes that check and compile beforehand")
     parser.add_argument("--no-checks", action="store_true")
-    parser.add_argument("--registers", action="store_true", help="no checks; only the halves, by bounds and tiles")
+    parser.add_argument(
+        "--registers",
+        action="store_true",
+        help="no checks; only the halves, by steps and bounds (with 17 workers at once)",
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     record = Record(options.json, "cuda")
     counts = [int(n) for n in options.rows.split(",")]
     jobs = [("default", rows) for rows in counts]
-    if options.registers:  # calls of two to eight rows share their kernels, as do those of more
-        jobs = [(name, rows) for rows in (4, 32, 1) for name in SWEEP]
+    if options.registers:
+        jobs = [(name, rows) for rows in (4, 32, 1) for name in SWEPT[rows]]
     elif not options.no_checks:
         jobs += [("choice", 0), *(("moe", rows) for rows in CHECKED)]
     wrong = []
@@ -167,10 +173,10 @@ def main() -> int:
     record.add("read bandwidth TB/s", bandwidth)
     experts = Experts()
     if options.registers:
-        for rows in SWEPT:
+        for rows, names in SWEPT.items():
             call = experts.call(rows)
             call.fill()
-            for name in SWEEP:
+            for name in names:
                 select(name)
                 record.add(f"{rows} rows, {name}, us", call.halves())
         return bool(wrong)
