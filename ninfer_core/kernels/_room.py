@@ -13,13 +13,14 @@ import triton.language as tl
 
 
 @triton.jit
-def room_of(ROOM: tl.constexpr, PTX: tl.constexpr):
-    """The address of a room, [4, 32] of the same number. `ROOM`: see `room`."""
-    nothing = tl.zeros([4, 32], tl.int32)
+def room_of(ROOM: tl.constexpr, PTX: tl.constexpr, X: tl.constexpr = 4):
+    """The address of a room, [X, 32] of the same number. `ROOM`: see `room`."""
     if PTX:
-        return tl.inline_asm_elementwise(ROOM, "=r,r", [nothing], dtype=tl.int32, is_pure=False, pack=1)
+        # A scalar has no layout: of a tensor the compiler makes one more, and with it another room, for each layout.
+        at = tl.inline_asm_elementwise(ROOM, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+        return tl.full([X, 32], at, tl.int32)
     else:
-        return nothing
+        return tl.zeros([X, 32], tl.int32)
 
 
 def room(size: int) -> tl.constexpr:
@@ -54,6 +55,33 @@ def put_four(at, a, b, c, d, PTX: tl.constexpr):
             "st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;", "=r,r,r,r,r,r", [at, a, b, c, d],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def copy_four(at, p, PTX: tl.constexpr):
+    """Start to copy four words behind every pointer of `p` to the address `at`, past the first-level cache.
+
+    The interpreter loads what lies behind the pointers and returns it, [warps, 32 * 4].
+    """
+    if PTX:
+        tl.inline_asm_elementwise(
+            "cp.async.cg.shared.global [$1], [$2], 16; mov.b32 $0, 0;", "=r,r,l", [at, p.to(tl.int64)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        return ()
+    else:
+        even = tl.join(tl.load(p), tl.load(p + 2))
+        odd = tl.join(tl.load(p + 1), tl.load(p + 3))
+        return tl.reshape(tl.join(even, odd), [p.shape[0], 128])
+
+
+@triton.jit
+def wait_for_copies(PTX: tl.constexpr):
+    """Until what this thread copies is there; the other threads' needs a barrier behind it."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "cp.async.wait_all; mov.b32 $0, 0;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

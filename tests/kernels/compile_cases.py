@@ -159,7 +159,7 @@ def cases(full: bool = False):
     yield from expert_cases(full)
     yield from round_cases(full)
     for rows in (1, 4) if full else (1,):
-        yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 4, PAIRS, {
+        yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 8, PAIRS, {
             "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
         }  # fmt: skip
     heads = {"H": 16, "KH": 2, "MOST": 128}
