@@ -68,10 +68,9 @@ class Family(NamedTuple):
     """What is fixed for a kind of card. Tiles name the most steps and warps; a matrix's K may allow fewer.
 
     `long`: a projection whose K takes more than two stages of `projection`. `expert_steps`: most steps of the routed
-    experts with more than one row, whose programs are many. `expert_registers`, `registers`: bounds
-    for the routed experts, and for other kernels of at most eight rows, so that more programs fit at once. `early`: see
-    `_dequant.wait_for_inputs`. `ahead`: most bytes of a later matrix that an output projection brings into the
-    second-level cache. `measured`: on what, or how else chosen.
+    experts with more than one row, whose programs are many. `expert_registers`, `registers`: bounds for the routed
+    experts, and for other kernels of at most eight rows, so that more programs fit at once. `early`: see
+    `_dequant.wait_for_inputs`. `measured`: on what, or how else chosen.
     """
 
     measured: str
@@ -85,7 +84,6 @@ class Family(NamedTuple):
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
     early: bool = False
-    ahead: int = 0
 
 
 ESTIMATED = "nothing of this kind: as on one H200, with fewer bytes under way for its lower bandwidth a multiprocessor"
@@ -133,8 +131,8 @@ def residual(matrix: KernelMatrix, rows: int) -> Tile:
     """Tile of a projection with the residual: 32 rows, the group of the epilogue."""
     most, multiple = family(matrix.words), 4 if matrix.format == "W8" else 2
     count = warps(matrix.groups // multiple, most.residual.warps)
-    ahead = most.residual.steps if matrix.format == "W8" and rows <= 8 else 4 if rows == 1 or multiple == 4 else 2
-    return Tile(2, steps(matrix.groups, count, ahead, multiple), count)
+    most_steps = most.residual.steps if matrix.format == "W8" and rows <= 8 else 4 if rows == 1 or multiple == 4 else 2
+    return Tile(2, steps(matrix.groups, count, most_steps, multiple), count)
 
 
 def residual_registers(matrix: KernelMatrix, rows: int) -> int | None:
@@ -147,12 +145,6 @@ def head(matrix: KernelMatrix) -> Tile:
     most = family(matrix.words).projection
     count = warps(matrix.groups, most.warps * (2 if is_long(matrix, most) else 1))
     return Tile(2, steps(matrix.groups, count, most.steps), count)
-
-
-def ahead(matrix: KernelMatrix, threads: int) -> int:
-    """Bytes of `matrix` that each of so many threads asks for ahead of time: 0 or a multiple of 16."""
-    most = min(family(matrix.words).ahead, 4 * matrix.words.numel()) if matrix.words.is_cuda else 0
-    return most // threads // 16 * 16
 
 
 def router(matrix: KernelMatrix) -> Tile:

@@ -357,24 +357,9 @@ def finish_residual(
         tl.store(ss_out + at + 1, rows_sum(odd), mask=(t0 + 1 < rows) & (lane < 4))
 
 
-@triton.jit
-def fetch_ahead(words, BYTES: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr):
-    """Every thread of the first row of programs asks for `BYTES` of `words` to come into the second-level cache."""
-    if PTX and BYTES:
-        at = words.to(tl.int64) + (tl.program_id(0) * (X * 32) + tl.arange(0, X * 32)).to(tl.int64) * BYTES
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [at, tl.full([X * 32], BYTES, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 @triton.jit(do_not_specialize=["rows"])
 def linear_residual_kernel(
-    w, wh, ws, xq, xs, ss, x, norm, x_out, u_out, q_out, s_out, ss_out, ahead, rows, eps, BYTES: tl.constexpr,
+    w, wh, ws, xq, xs, ss, x, norm, x_out, u_out, q_out, s_out, ss_out, rows, eps,
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, FMT: tl.constexpr,
     S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -390,7 +375,6 @@ def linear_residual_kernel(
         w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), ss + first * (PARTS * 8), G32, eps,
         2, NB, U, S, FMT, HEADS, 0, X, R, PTX, PDL,
     )  # fmt: skip
-    fetch_ahead(ahead, BYTES, X, PTX)
     for b in tl.static_range(NB):
         y = sum_warps(of_block(acc, b, 2, NB), R)
         finish_residual(y, old[b], gains, x_out, u_out, q_out, s_out, ss_out, first + b, rows, pid, N, R)
@@ -454,21 +438,17 @@ def project_residual(
     eps: float = 1e-6,
     norm: str = "none",
     tile: _tiles.Tile | None = None,
-    ahead: KernelMatrix | None = None,
 ) -> None:
     """x_out [T, N] = x + matrix times `a`; u_out = x_out * (1 + next_norm) and its int8 form in `a_out`.
 
-    `ahead`: a matrix read some launches later, of which a part comes into the second-level cache meanwhile.
     `x` is read while the launch in front still runs: it must be the work of an earlier one.
     """
     rows = x.shape[0]
     tile = tile or _tiles.residual(matrix, rows)
     blocks = _tiles.blocks(rows)
-    programs = matrix.rows // 32
-    share = _tiles.ahead(ahead, programs * tile.warps * 32) if ahead is not None and rows <= 8 else 0
-    linear_residual_kernel[(programs, triton.cdiv(rows, 8 * blocks))](
+    linear_residual_kernel[(matrix.rows // 32, triton.cdiv(rows, 8 * blocks))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, x, next_norm, x_out, u_out,
-        a_out.q.view(torch.int8), a_out.s, a_out.ss, ahead.words if ahead is not None else a.q, rows, eps, BYTES=share,
+        a_out.q.view(torch.int8), a_out.s, a_out.ss, rows, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
         S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
         **_tiles.launch(x, tile.warps, _tiles.residual_registers(matrix, rows), leads=rows == 1),

@@ -75,5 +75,6 @@ def gate_up(
     gate_up_kernel[(inner // 32, triton.cdiv(rows, 8 * blocks))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out.q.view(torch.int8), out.s, rows, eps,
         INTER=inner, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], FMT=matrix.code, S=tile.steps,
-        X=tile.warps, NB=blocks, R=_tiles.window(rows), **_tiles.launch(out.q, tile.warps, _tiles.mlp_registers(matrix, rows)),
+        X=tile.warps, NB=blocks, R=_tiles.window(rows),
+        **_tiles.launch(out.q, tile.warps, _tiles.mlp_registers(matrix, rows)),
     )  # fmt: skip

@@ -477,8 +477,8 @@ class FusedMTP:
     @torch.inference_mode()
     def draft(self, hidden: Tensor) -> Tensor:
         """The drafted tokens `[B]` (int64) of results `[B, E]`: argmax of the reduced head, or of the full one."""
-        rows = hidden.shape[0]
-        token = torch.empty(rows, dtype=torch.int32, device=self.device)
-        quantize_rows(hidden.float().contiguous(), first_rows(self.work.normed, rows))
-        self.choose(rows, token)
+        token = torch.empty(hidden.shape[0], dtype=torch.int32, device=self.device)
+        for part, chosen in zip(hidden.float().split(self.work.rows), token.split(self.work.rows), strict=True):
+            quantize_rows(part.contiguous(), first_rows(self.work.normed, len(part)))
+            self.choose(len(part), chosen)
         return token.long()

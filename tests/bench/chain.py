@@ -111,8 +111,7 @@ class Chain:
                 )  # fmt: skip
             if "o" in parts:
                 norm = "none" if w["attention"] else "head"
-                following = self.layers[(i + 1) % len(self.layers)]["in"]
-                linear.project_residual(w["out"], self.mid, x, w["norm"], y, self.u, self.a, norm=norm, ahead=following)
+                linear.project_residual(w["out"], self.mid, x, w["norm"], y, self.u, self.a, norm=norm)
             if "r" in parts:
                 moe.route_and_shared(w["shared_up"], w["router"], self.a, self.u, self.shared, self.logits)
             if "u" in parts:

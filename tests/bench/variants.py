@@ -30,15 +30,8 @@ from tests.bench.kernel_inputs import read_bandwidth
 
 FAMILY = {
     "default": {},
-    "early": {"early": True},
+    "late": {"early": False},
     "free registers": {"registers": None},
-    "ahead 4": {"ahead": 4 << 20},
-    "ahead 8": {"ahead": 8 << 20},
-    "ahead 12": {"ahead": 12 << 20},
-    "ahead 18": {"ahead": 18 << 20},
-    "early, ahead 8": {"early": True, "ahead": 8 << 20},
-    "early, ahead 12": {"early": True, "ahead": 12 << 20},
-    "early, free": {"early": True, "registers": None},
     "experts free": {"expert_registers": ExpertRegisters(*[None] * 6)},
     "experts 96": {"expert_registers": ExpertRegisters(*[96] * 6)},
     "out 2 8 16": {"residual": Tile(2, 8, 16)},
@@ -55,8 +48,6 @@ FAMILY = {
     "router 2 8 4": {"router": Tile(2, 8, 4)},
     "up 2 2 8": {"experts": Tile(2, 2, 8)},
     "up 2 1 16": {"experts": Tile(2, 1, 16)},
-    "early, out 2 8 16": {"early": True, "residual": Tile(2, 8, 16)},
-    "early, in 1 8 4": {"early": True, "projection": Tile(1, 8, 4)},
 }
 """Fields of `_tiles.Family`."""
 LOADS = {
@@ -65,7 +56,7 @@ LOADS = {
     "plain loads": "",
 }
 """Qualifiers of weight loads; a process of its own each, as kernels keep the first they saw."""
-FIRST = ("default", "early", "ahead 4", "ahead 8", "ahead 12", "ahead 18", "early, ahead 8", "early, ahead 12")
+FIRST = ("default", "late", *LOADS, "free registers", "out 2 8 16")
 """What answers the open questions; everything else comes behind the contexts and routings."""
 CONTEXTS = (7_680, 130_048, 260_096)
 ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}

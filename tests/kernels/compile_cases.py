@@ -56,8 +56,6 @@ def build(
     """Compile `kernel` with these constexpr values; all pointers aligned to 16 bytes."""
     dependent = capability >= 90
     constants = {"PTX": True, "PDL": dependent} | constants
-    if "BYTES" in constants and not dependent:
-        constants["BYTES"] = 0  # the instruction is of 90 and later
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else (types or {}).get(name) or TYPE_OF[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
@@ -103,7 +101,7 @@ def residual(fmt: int, n: int, k: int, steps: int, warps: int, heads: bool = Fal
     """Constants of `linear_residual_kernel`."""
     return {
         "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": k // 32, "HEADS": heads, "FMT": fmt, "S": steps,
-        "X": warps, "NB": 1, "R": rows, "BYTES": 0 if rows > 1 else 768,
+        "X": warps, "NB": 1, "R": rows,
     }  # fmt: skip
 
 
