@@ -126,7 +126,7 @@ class Sampler:
         """One token of one processed row [A] under the grammar."""
         grammar = self.grammar
         assert grammar is not None
-        if grammar.state.closing:  # the row was worked out before the value began to be closed
+        if grammar.state.closing or i >= len(legal):  # rows worked out before the value began to be closed do not hold
             legal[i:] = [grammar.row()]
         row = legal[i]
         if row.forced is not None:

@@ -70,6 +70,12 @@ def test_a_tight_budget_still_gives_a_whole_value(seed, budget):
         assert completion.finish_reason == "stop" and good(completion, SCHEMAS[name]), (name, completion)
         assert len(tokens) <= budget
 
+        def right(done, truth=tokens):  # through the close and behind it, where rows were worked out before it began
+            return [*truth[len(done) : len(done) + 5], 65, 66, 67, 68, 69]
+
+        drafted = play(asking(SCHEMAS[name], thinking=False), budget=budget, seed=seed, k=5, propose=right)
+        assert drafted[1] == tokens and drafted[0].text == completion.text
+
 
 def test_a_budget_that_no_value_fits_is_reported_as_cut():
     schema = closed({"a_rather_long_name": {"enum": ["an even longer value than that"]}})

@@ -20,6 +20,7 @@ from ninfer_core.errors import InvalidRequestError, MediaError
 from ninfer_core.frontend import fetch
 from ninfer_core.frontend.fetch import Fetcher, globally_reachable
 from ninfer_core.types import Image, Message, Request, Text
+from tests.serving import wait_for
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -173,6 +174,7 @@ def test_the_request_log_holds_figures_and_no_secrets(serve: Any, tmp_path: Path
     server.post(CHAT, {"messages": [{"role": "user", "content": "private words"}]}, headers=headers)
     server.post("/v1/messages?x=sk-secret", {"messages": []}, headers={"x-api-key": "sk-secret"})
     server.post(CHAT, {"messages": USER}, headers={"x-api-key": "sk-wrong"})
+    assert wait_for(lambda: file.exists() and file.read_text().count("\n") == 3, 30), "a line follows its answer"
     server.state.log.close()
     text = file.read_text()
     assert not any(word in text for word in ("sk-", "private", "Hello"))
@@ -188,8 +190,8 @@ def test_a_log_that_cannot_be_written_stops_nothing(serve: Any, tmp_path: Path) 
     server = serve("Hello!", request_log=str(tmp_path / "absent" / "log"))
     for _ in range(3):
         assert server.post(CHAT, {"messages": USER}).status_code == 200
+    assert wait_for(lambda: server.state.log.lost == 3, 30)
     server.state.log.close()
-    assert server.state.log.lost == 3
 
 
 # Media
