@@ -33,6 +33,12 @@ RING = 16
 ROWS = 64
 """Most rows in a call of the fused path."""
 
+SHORT = 64
+"""Pages of a context up to which an attention split is one of them: few splits for many sequences, enough for one."""
+
+FEWEST_SPLITS = 16
+"""Attention splits of the shortest context."""
+
 MULTIPROCESSORS = 132
 """Of the card that sizes are described for; buffers of partial results grow with them."""
 
@@ -165,6 +171,17 @@ def attention_splits(kv_heads: int, processors: int = MULTIPROCESSORS) -> int:
     return min(128, 2 * processors // kv_heads)
 
 
+def splits_of(tokens: int, most: int) -> int:
+    """Attention programs along a sequence that cover every row which sees at most `tokens` tokens."""
+    pages = -(-tokens // PAGE)
+    return min(most, max(min(pages, SHORT), -(-pages // 2)))
+
+
+def attention_parts(rows: int, splits: int) -> int:
+    """Rows x splits that a workspace has room for: half of its rows at the most splits, and all of them at `SHORT`."""
+    return max(max(RING // 2, rows // 2) * splits, rows * min(splits, SHORT))
+
+
 def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) -> int:
     """About the bytes of `model.fused.Workspace` for calls of up to `rows` rows over `context` tokens."""
 
@@ -173,9 +190,7 @@ def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) 
 
     hidden, width, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
     most = attention_splits(config.num_key_value_heads)
-    pages = -(-(context + RING // 2) // PAGE)
-    splits = max(16, min(most, max(min(pages, 64), -(-pages // 2))))
-    parts = max(max(RING // 2, rows // 2) * splits, rows * min(splits, 64))
+    parts = attention_parts(rows, max(FEWEST_SPLITS, splits_of(context + RING // 2, most)))
     total = 5 * rows * hidden * 4 + 2 * activation(hidden, hidden // 32) + activation(2 * hidden, 1)
     total += activation(width, 4 * heads) + activation(config.query_width, 1)
     total += rows * (2 * (config.conv_channels + width) + 8 * heads + 4 * (config.query_width + config.kv_width))

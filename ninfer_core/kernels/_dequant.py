@@ -217,23 +217,6 @@ def store_half(p, value, live, PTX: tl.constexpr):
 
 
 @triton.jit
-def from_lane(v, lane: tl.constexpr, PTX: tl.constexpr):
-    """What lane `lane` of every warp holds of `v` [X, 32], fp32, in all lanes."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
-            "=f,f,r",
-            [v, tl.zeros_like(v).to(tl.int32) + lane],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        X: tl.constexpr = v.shape[0]
-        return tl.gather(v, tl.full([X, 32], lane, tl.int32), 1)
-
-
-@triton.jit
 def from_partner(v, mask: tl.constexpr, PTX: tl.constexpr):
     """What the lane with number `lane ^ mask` holds of `v` [X, 32], fp32."""
     if PTX:

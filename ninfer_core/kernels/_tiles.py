@@ -129,10 +129,14 @@ def projection_registers(matrix: KernelMatrix, tile: Tile, rows: int) -> int | N
 
 def residual(matrix: KernelMatrix, rows: int) -> Tile:
     """Tile of a projection with the residual: 32 rows, the group of the epilogue."""
-    most, multiple = family(matrix.words), 4 if matrix.format == "W8" else 2
-    count = warps(matrix.groups // multiple, most.residual.warps)
-    most_steps = most.residual.steps if matrix.format == "W8" and rows <= 8 else 4 if rows == 1 or multiple == 4 else 2
-    return Tile(2, steps(matrix.groups, count, most_steps, multiple), count)
+    most, dense = family(matrix.words).residual, matrix.format == "W8"
+    multiple = 4 if dense else 2
+    count = warps(matrix.groups // multiple, most.warps)
+    if dense:
+        ahead = most.steps if rows <= 8 else 4
+    else:
+        ahead = 4 if rows == 1 else 2
+    return Tile(2, steps(matrix.groups, count, ahead, multiple), count)
 
 
 def residual_registers(matrix: KernelMatrix, rows: int) -> int | None:

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..footprint import SHORT, splits_of
 from . import _tiles
 from ._dequant import (
     FRESH4,
@@ -35,7 +36,6 @@ from ._dequant import (
 from ._halves import column_max, column_sum, half_product, pack_halves, power
 from ._order import Activation
 from ._pages import (
-    PAGE,
     PAGE_TOKENS,
     append_rows,
     half_values,
@@ -48,8 +48,6 @@ from ._pages import (
 )
 from ._room import put_four, put_one, put_two, room, room_of, take_floats, take_words
 
-SHORT = 64
-"""Pages of a context up to which a split is one of them: few splits for many sequences, enough for one."""
 SHORT_PAGES = tl.constexpr(SHORT)
 QUERY_BYTES = tl.constexpr(4096)
 WEIGHT_BYTES = tl.constexpr(4096)
@@ -503,12 +501,6 @@ class AttentionWorkspace:
             torch.empty(*shape, 256, device=device), torch.empty(shape, device=device),
             torch.empty(shape, device=device), most,
         )  # fmt: skip
-
-
-def splits_of(tokens: int, most: int) -> int:
-    """Programs along a sequence that cover every row which sees at most `tokens` tokens."""
-    pages = -(-tokens // PAGE)
-    return min(most, max(min(pages, SHORT), -(-pages // 2)))
 
 
 def pages_of(splits: int) -> int:

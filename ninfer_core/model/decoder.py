@@ -21,7 +21,7 @@ from ..kernels.norm import rms_norm
 from ..kernels.rope import rope_tables
 from ..state import GdnLayer, KVLayer, State
 from ..weights import AttentionMixer, GdnMixer, Layer, Mlp, Weights
-from .prompt_chunk import PromptChunk, layer_operations
+from .prompt_chunk import PromptChunk, PromptReader
 
 Indices = Tensor | Sequence[int]
 
@@ -117,7 +117,7 @@ def row_call(
     return RowCall(slots, starts, commit, as_index(page_tables, device), cos, sin, rows, only)
 
 
-class Decoder:
+class Decoder(PromptReader[State]):
     """Runs prompts in chunks and windows of rows through the trunk. Holds weights only; all state is `State`."""
 
     def __init__(self, weights: Weights, config: ModelConfig) -> None:
@@ -130,10 +130,6 @@ class Decoder:
             make = AttentionLayerRunner if kind else GdnLayerRunner
             self._layers.append((make(layer, layer.mixer, config), counts[kind]))  # type: ignore[arg-type]
             counts[kind] += 1
-
-    def costs(self, start: int, rows: int) -> list[float]:
-        """About the operations of every layer for the prompt rows of tokens `start .. start + rows - 1`."""
-        return layer_operations(self.config, start, rows)
 
     @torch.inference_mode()
     def begin(
@@ -189,19 +185,6 @@ class Decoder:
             if layer is not last:
                 yield None
         yield rms_norm(x[: call.real], self.weights.final_gain, self.config.rms_norm_eps)
-
-    def prefill(
-        self,
-        state: State,
-        tokens: Tensor,
-        slot: int,
-        start: int,
-        page_table: Indices,
-        positions: Tensor | None = None,
-        embeddings: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Run one chunk of a prompt; see `begin`. Final-normed hidden rows `[T, E]`."""
-        return self.begin(state, tokens, slot, start, page_table, positions, embeddings).finish()
 
     @torch.inference_mode()
     def verify(

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import InvalidRequestError
+from ..footprint import FEWEST_SPLITS, PAGE, attention_parts, splits_of
 from ..kernels._order import Activation
 from ..kernels._tiles import most_splits
-from ..kernels.attention_decode import PAGE, SHORT, AttentionWorkspace, attention, pages_of, splits_of
+from ..kernels.attention_decode import AttentionWorkspace, attention, pages_of
 from ..kernels.embedding_decode import embed
 from ..kernels.gated_delta_decode import gated_delta
 from ..kernels.head_decode import Candidates, greedy, head
@@ -28,7 +29,7 @@ from ..kernels.rows_decode import draft_input, finish_rows, quantize_rows, rope_
 from ..packed import PackedAttention, PackedGdn, PackedLayer, PackedMoe, PackedWeights
 from ..state import RING, DeltaState, FusedState, KVLayer
 from .decoder import Indices
-from .prompt_chunk import PromptChunk, layer_operations
+from .prompt_chunk import PromptChunk, PromptReader
 
 if TYPE_CHECKING:
     from .fused_prefill import FusedPrefill
@@ -37,7 +38,6 @@ ROWS = 64
 """Most rows in a call."""
 WINDOW = RING // 2
 """Most rows of one sequence in a call."""
-FEWEST_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Workspace:
         width, hidden = config.gdn_value_width, config.hidden_size
         self.most = most_splits(card or self.device, config.num_key_value_heads)
         self.most_splits = max(FEWEST_SPLITS, splits_of(context + WINDOW, self.most))
-        self.parts = max(max(WINDOW, rows // 2) * self.most_splits, rows * min(self.most_splits, SHORT))
+        self.parts = attention_parts(rows, self.most_splits)
         heads = config.num_attention_heads
         f32 = {"dtype": torch.float32, "device": device}
         bf16 = {"dtype": torch.bfloat16, "device": device}
@@ -212,7 +212,7 @@ class FusedLayers:
         )  # fmt: skip
 
 
-class FusedDecoder:
+class FusedDecoder(PromptReader[FusedState]):
     """The trunk and its head; the interface of `Decoder`, with int32 tensors on the device inside.
 
     Args:
@@ -324,10 +324,6 @@ class FusedDecoder:
             found.append(self.choose(part.shape[0], self.config.vocab_size)[0].clone())
         return torch.cat(found).view(*h.shape[:-1], -1)
 
-    def costs(self, start: int, rows: int) -> list[float]:
-        """See `Decoder.costs`."""
-        return layer_operations(self.config, start, rows)
-
     def begin(
         self,
         state: FusedState,
@@ -360,19 +356,6 @@ class FusedDecoder:
             start, pending = start + part.shape[0], part.shape[0]
         self.flush(state, [slot], [pending], [start])
         yield torch.cat(found)
-
-    def prefill(
-        self,
-        state: FusedState,
-        tokens: Tensor,
-        slot: int,
-        start: int,
-        page_table: Indices,
-        positions: Tensor | None = None,
-        embeddings: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Run one chunk of a prompt; see `Decoder.prefill`. The state advances by all its rows."""
-        return self.begin(state, tokens, slot, start, page_table, positions, embeddings).finish()
 
 
 class FusedMTP:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..state import DeviceState
 
 LEAST = 1024
 """Rows that the matrices of a layer cost at least: for few rows too weights are read and kernels launched."""
+
+
+Held = TypeVar("Held", bound=DeviceState)
 
 
 class PromptChunk:
@@ -67,3 +73,39 @@ def layer_operations(config: ModelConfig, start: int, rows: int) -> list[float]:
         2.0 * (max(rows, LEAST) * attention + pairs) if i in full else 2.0 * max(rows, LEAST) * gdn
         for i in range(config.num_hidden_layers)
     ]
+
+
+class PromptReader(ABC, Generic[Held]):
+    """A trunk that reads prompts in chunks. `config`: the model's."""
+
+    config: ModelConfig
+
+    @abstractmethod
+    def begin(
+        self,
+        state: Held,
+        tokens: Tensor,
+        slot: int,
+        start: int,
+        page_table: Tensor | Sequence[int],
+        positions: Tensor | None = None,
+        embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> PromptChunk:
+        """Begin one chunk of a prompt; see `Decoder.begin`."""
+
+    def prefill(
+        self,
+        state: Held,
+        tokens: Tensor,
+        slot: int,
+        start: int,
+        page_table: Tensor | Sequence[int],
+        positions: Tensor | None = None,
+        embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Run one chunk of a prompt; see `Decoder.begin`. Final-normed hidden rows `[T, E]`."""
+        return self.begin(state, tokens, slot, start, page_table, positions, embeddings).finish()
+
+    def costs(self, start: int, rows: int) -> list[float]:
+        """About the operations of every layer for the prompt rows of tokens `start .. start + rows - 1`."""
+        return layer_operations(self.config, start, rows)
