@@ -158,6 +158,16 @@ def router(matrix: KernelMatrix) -> Tile:
     return Tile(most.tiles, steps(matrix.groups, count, most.steps), count)
 
 
+def router_blocks(rows: int) -> int:
+    """Blocks that a program of the router and the shared expert serves: one, since their weights are few."""
+    return 1 if rows <= 64 else blocks(rows)
+
+
+def side(rows: int) -> int:
+    """High-precision weight rows of a warp: two halve what many rows read of their activations."""
+    return 1 if rows <= 8 else 2
+
+
 def experts(matrix: KernelMatrix) -> Tile:
     """Tile of the routed gate/up: 32 gate and 32 up rows."""
     most = family(matrix.words).experts

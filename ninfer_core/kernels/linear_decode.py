@@ -217,12 +217,18 @@ def linear_kernel(
     ROWNORM: tl.constexpr, SIDE: tl.constexpr, FMT: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
     X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[t, n] = factor(t) * sum_k w[n, k] x[t, k]; with SIDE also fp32 `side_out` = bf16 `side_w` times `u` rows."""
+    """out[t, n] = factor(t) * sum_k w[n, k] x[t, k]; with SIDE also fp32 `side_out` = bf16 `side_w` times `u` rows.
+
+    `SIDE`: rows of `side_w` a warp, 0 for none. Their programs come first where they have four rows or more to a
+    program, and take as long as the others; behind them with fewer.
+    """
     G32: tl.constexpr = K // 32
-    pid = tl.program_id(0)
-    first = tl.program_id(1) * NB
     main: tl.constexpr = N // (16 * TILES)
-    if pid < main:
+    first = tl.program_id(1) * NB
+    pid = tl.program_id(0)
+    if SIDE and R == 8:
+        pid -= tl.num_programs(0) - main
+    if (pid >= 0) & (pid < main):
         q = xq + first * (G32 * 64)
         parts = ss + first * (PARTS * 8)
         acc, squares = tile_products(
@@ -244,61 +250,70 @@ def linear_kernel(
                         value = y[r][h * 2 + e] * factor[e]
                         tl.store(out + t * N + n, value.to(out.dtype.element_ty), mask=live)
     elif SIDE:
-        for b in tl.static_range(NB):
-            side_products(
-                u, side_w, side_out, ss + (first + b) * (PARTS * 8), (pid - main) * X, (first + b) * 8, rows, side_rows,
-                eps, b == 0, K, PARTS, X, R, PTX, PDL,
-            )  # fmt: skip
+        QUADS: tl.constexpr = NB * 2 if R == 8 else 1
+        index = tl.program_id(0) if R == 8 else pid - main
+        t0 = first * 8 + index % QUADS * 4
+        side_products(
+            u, side_w, side_out, ss, index // QUADS * (X * SIDE), t0, rows, side_rows, eps, K, PARTS, X, SIDE,
+            4 if R == 8 else R, PTX, PDL,
+        )  # fmt: skip
 
 
 @triton.jit
 def side_products(
-    u, side_w, side_out, ss, first, t0, rows, side_rows, eps, FIRST: tl.constexpr,
-    K: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    u, side_w, side_out, ss, first, t0, rows, side_rows, eps,
+    K: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A bf16 row per warp (router, decay and update-rate inputs) times fp32 activations: logits keep their precision.
+    """`M` bf16 rows a warp (router, decay and update-rate inputs) times `R` fp32 rows from `t0`: logits stay precise.
 
-    `side_w` are pairs of bf16 as int32. `R` rows from `t0`, those from `rows` on are not stored.
+    `side_w` are pairs of bf16 as int32. Rows from `rows` on are not stored. All loads come before the first sum over
+    lanes: behind a store they would wait for it.
     """
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, X)[:, None]
-    row = first + warp
-    weight = side_w + tl.minimum(row, side_rows - 1) * (K // 2) + lane * 4
+    none = tl.zeros([X, 32], tl.float32)
     words = ()
+    for m in tl.static_range(M):
+        weight = side_w + tl.minimum(first + m * X + warp, side_rows - 1) * (K // 2) + lane * 4
+        for c in tl.static_range(K // 256):
+            words = words + (load_four(weight + c * 128, WEIGHT4, PTX),)  # noqa: RUF005
+    wait_for_inputs(PDL)
+    squares = ()
+    totals = ()
+    for r in tl.static_range(R):
+        t = tl.minimum(t0 + r, rows - 1)
+        square = none
+        for i in tl.static_range((PARTS + 31) // 32):
+            part = i * 32 + lane + warp * 0
+            at = ss + t // 8 * (PARTS * 8) + t % 8
+            value = load_one(at + tl.minimum(part, PARTS - 1) * 8, FRESH1, PTX)
+            square += tl.where(part < PARTS, value, 0.0)
+        squares = squares + (square,)  # noqa: RUF005
+        for _m in tl.static_range(M):
+            totals = totals + (none,)  # noqa: RUF005
     for c in tl.static_range(K // 256):
-        words = words + (load_four(weight + c * 128, WEIGHT4, PTX),)  # noqa: RUF005
-    if FIRST:
-        wait_for_inputs(PDL)
-    # Rows are asked for together, before the first sum over lanes: behind its store the next row would wait for it.
-    TOGETHER: tl.constexpr = R if R <= 4 else 1
-    for g in tl.static_range(R // TOGETHER):
-        totals = ()
-        squares = ()
-        for r in tl.static_range(TOGETHER):
-            t = tl.minimum(t0 + g * TOGETHER + r, rows - 1)
-            square = tl.zeros([X, 32], tl.float32)
-            for i in tl.static_range((PARTS + 31) // 32):
-                part = i * 32 + lane + warp * 0
-                value = load_one(ss + tl.minimum(part, PARTS - 1) * 8 + t % 8, FRESH1, PTX)
-                square += tl.where(part < PARTS, value, 0.0)
-            total = tl.zeros([X, 32], tl.float32)
-            for c in tl.static_range(K // 256):
-                x = u + t * K + c * 256 + lane * 8 + warp * 0
-                low = load_four(x, FRESH4, PTX)
-                high = load_four(x + 4, FRESH4, PTX)
+        values = ()
+        for r in tl.static_range(R):
+            x = u + tl.minimum(t0 + r, rows - 1) * K + c * 256 + lane * 8 + warp * 0
+            values = values + (load_four(x, FRESH4, PTX) + load_four(x + 4, FRESH4, PTX),)  # noqa: RUF005
+        grown = ()
+        for r in tl.static_range(R):
+            for m in tl.static_range(M):
+                total = totals[r * M + m]
                 for i in tl.static_range(4):
-                    pair = words[c][i]
-                    a = low[2 * i] if i < 2 else high[2 * i - 4]
-                    b = low[2 * i + 1] if i < 2 else high[2 * i - 3]
-                    total = tl.fma((pair << 16).to(tl.float32, bitcast=True), a, total)
-                    total = tl.fma((pair & -65536).to(tl.float32, bitcast=True), b, total)
-            totals = totals + (total,)  # noqa: RUF005
-            squares = squares + (square,)  # noqa: RUF005
-        for r in tl.static_range(TOGETHER):
-            t = t0 + g * TOGETHER + r
-            factor = tl.rsqrt(tl.sum(squares[r], 1) / K + eps)
-            y = (tl.sum(totals[r], 1) * factor)[:, None] + tl.zeros([X, 32], tl.float32)
-            store_one(side_out + t * side_rows + row + lane * 0, y, (row < side_rows) & (t < rows) & (lane == 0), PTX)
+                    pair = words[m * (K // 256) + c][i]
+                    total = tl.fma((pair << 16).to(tl.float32, bitcast=True), values[r][2 * i], total)
+                    total = tl.fma((pair & -65536).to(tl.float32, bitcast=True), values[r][2 * i + 1], total)
+                grown = grown + (total,)  # noqa: RUF005
+        totals = grown
+    for r in tl.static_range(R):
+        factor = tl.rsqrt(tl.sum(squares[r], 1) / K + eps)
+        for m in tl.static_range(M):
+            row = first + m * X + warp
+            y = (tl.sum(totals[r * M + m], 1) * factor)[:, None] + none
+            live = (row < side_rows) & (t0 + r < rows) & (lane == 0)
+            store_one(side_out + (t0 + r) * side_rows + row + lane * 0, y, live, PTX)
 
 
 @triton.jit
@@ -391,6 +406,11 @@ def side_words(side: torch.Tensor) -> torch.Tensor:
     return side.view(torch.int32)
 
 
+def side_programs(side_rows: int, tile: _tiles.Tile, rows: int, blocks: int) -> int:
+    """Programs of `side_products` beside the others of the same `blocks` blocks: four rows each of more than four."""
+    return triton.cdiv(side_rows, tile.warps * _tiles.side(rows)) * (2 * blocks if _tiles.window(rows) == 8 else 1)
+
+
 def project(
     matrix: KernelMatrix,
     a: Activation,
@@ -413,13 +433,13 @@ def project(
     tile = tile or _tiles.projection(matrix, rows)
     extra = side.shape[0] if side is not None else 0
     blocks = _tiles.blocks(rows)
-    grid = (matrix.rows // (16 * tile.tiles) + triton.cdiv(extra, tile.warps), triton.cdiv(rows, 8 * blocks))
-    linear_kernel[grid](
+    main = matrix.rows // (16 * tile.tiles)
+    linear_kernel[(main + side_programs(extra, tile, rows, blocks), triton.cdiv(rows, 8 * blocks))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out,
         u if u is not None else a.s, side_words(side) if side is not None else a.q,
         side_out if side_out is not None else a.s, rows, extra, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
-        ROWNORM=norm == "row", SIDE=side is not None, FMT=matrix.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
+        ROWNORM=norm == "row", SIDE=_tiles.side(rows) if side is not None else 0, FMT=matrix.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
         NB=blocks, R=_tiles.window(rows),
         **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, rows), leads=True),
     )  # fmt: skip

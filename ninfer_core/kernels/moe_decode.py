@@ -48,7 +48,7 @@ from ._experts import (
     top_experts,
 )
 from ._order import Activation, KernelMatrix
-from .linear_decode import fresh, linear_kernel, norm_gains, side_words
+from .linear_decode import fresh, linear_kernel, norm_gains, side_programs, side_words
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -326,17 +326,18 @@ def route_and_shared(
 ) -> None:
     """logits [T, E + 1] fp32 = router (bf16) times the normed rows; shared_out [T, 2 * inner] fp32 = shared gate/up.
 
-    One launch: the router's programs come after the shared expert's.
+    One launch, by programs of their own: see `linear_kernel`.
     """
     rows = logits.shape[0]
     tile = tile or _tiles.router(shared_gate_up)
-    blocks = _tiles.blocks(rows)
+    blocks = _tiles.router_blocks(rows)
     main = shared_gate_up.rows // (16 * tile.tiles)
-    linear_kernel[(main + triton.cdiv(router.shape[0], tile.warps), triton.cdiv(rows, 8 * blocks))](
+    programs = main + side_programs(router.shape[0], tile, rows, blocks)
+    linear_kernel[(programs, triton.cdiv(rows, 8 * blocks))](
         shared_gate_up.words, shared_gate_up.high, shared_gate_up.scales, a.q, a.s, a.ss, shared_out, u,
         side_words(router), logits, rows, router.shape[0], eps,
         N=shared_gate_up.rows, U=shared_gate_up.groups, K=shared_gate_up.columns, PARTS=a.ss.shape[1], HEADS=False,
-        ROWNORM=True, SIDE=True, FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps, NB=blocks,
+        ROWNORM=True, SIDE=_tiles.side(rows), FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps, NB=blocks,
         R=_tiles.window(rows), **_tiles.launch(logits, tile.warps),
     )  # fmt: skip
 

@@ -93,7 +93,7 @@ def linear(
     """Constants of `linear_kernel`."""
     return {
         "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": k // 32, "HEADS": False, "ROWNORM": True,
-        "SIDE": side, "FMT": fmt, "TILES": tiles, "S": steps, "X": warps, "NB": blocks, "R": rows if blocks == 1 else 8,
+        "SIDE": side and (2 if blocks > 1 else 1), "FMT": fmt, "TILES": tiles, "S": steps, "X": warps, "NB": blocks, "R": rows if blocks == 1 else 8,
     }  # fmt: skip
 
 

@@ -73,13 +73,24 @@ def project(fmt):
 
 
 def side_rows():
+    """High-precision rows of one to three fours of rows, in one block and in two: a row's bits are the same in each."""
     weight, _ = matrix(32, 256, "W8")
-    a = activation(3, 256)
-    u, side = torch.randn(3, 256), torch.randn(6, 256).bfloat16()
-    out, extra = torch.full((3, 32), NAN), torch.full((3, 6), NAN)
-    linear_decode.project(weight, a, out, u=u, side=side, side_out=extra)
-    factor = torch.rsqrt(a.rows(3)[2].sum(1, keepdim=True) / 256 + 1e-6)
-    near(extra, (u @ side.float().T) * factor, EXACT, "side rows")
+    rows = 11
+    a = activation(rows, 256)
+    u, side = torch.randn(rows, 256), torch.randn(9, 256).bfloat16()
+    factor = torch.rsqrt(a.rows(rows)[2].sum(1, keepdim=True) / 256 + 1e-6)
+    expected = (u @ side.float().T) * factor
+    found = []
+    for count in (rows, 7, 3, 1):
+        out, extra = torch.full((count, 32), NAN), torch.full((count, 9), NAN)
+        linear_decode.project(weight, a, out, u=u[:count].contiguous(), side=side, side_out=extra)
+        near(extra, expected[:count], EXACT, f"side rows of {count}")
+        found.append((out, extra))
+    for out, extra in found[1:]:
+        count = len(out)
+        assert torch.equal(out, found[0][0][:count]) and torch.equal(extra, found[0][1][:count]), (
+            f"bits of {count} rows"
+        )
 
 
 def windows():
