@@ -24,6 +24,10 @@ from .watchdog import Watchdog
 log = logging.getLogger("ninfer.engine")
 
 
+PAUSE = 1.0
+"""Seconds without a request before the next step of what an idle engine does: one takes up to 77 ms."""
+
+
 @dataclass(frozen=True, slots=True)
 class Restarts:
     """How often an engine may begin anew: after each of `pauses` in one go, and `most` times in `window` (seconds)."""
@@ -44,6 +48,7 @@ class Loop:
         self._runner = runner
         self._threads = threads
         self.rules = Restarts()
+        self.pause = PAUSE
         self.failure: EngineFailedError | None = None
         self.restarts = 0
         self._began: list[float] = []
@@ -140,20 +145,35 @@ class Loop:
                 scheduler.suspect = True
         if scheduler.closed and not busy:
             return False
-        if busy or scheduler.suspect or self._warm():
+        if busy or scheduler.suspect:
             return True
         self._idle = True
-        scheduler.wait()
+        asked = scheduler.wait(self._patience)
         self._idle = False
+        if not asked:
+            self._warm()
         return True
 
-    def _warm(self) -> bool:
-        """A step of what makes the first prompts faster, in time that nobody else needs; False once all is done."""
+    @property
+    def _patience(self) -> float | None:
+        """Seconds without work before the next step of `Runner.warming`, which a request that comes must wait for.
+
+        Before the first request nobody is known to come; one that has ended is often followed by another at once.
+        """
+        if self._runner.warming is None:
+            return None
+        return self.pause if self._scheduler.totals.requests else 0.0
+
+    def _warm(self) -> None:
+        """A step of what makes the first prompts faster."""
+        steps = self._runner.warming
+        assert steps is not None
         try:
-            return next(self._runner.warming, self) is None
+            if next(steps, self) is None:
+                return
         except Exception:  # what it was for does without, or fails then, where a request can be told
             log.exception("the device could not be got ready for prompts")
-            return False
+        self._runner.warming = None
 
     def _check_health(self) -> None:
         """After a fault inside the model: make one token."""

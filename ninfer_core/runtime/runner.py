@@ -79,8 +79,8 @@ class Runner:
         self.pages, self.slots = reuse.pages, reuse.slots
         self.proposal: Proposal | None = None
         self.after_chunk: Callable[[Running], None] | None = None
-        # What the loop's thread does, step by step, while nothing runs.
-        self.warming: Iterator[None] = iter(())
+        # What the loop's thread does, step by step, while nothing runs; None once all is done.
+        self.warming: Iterator[None] | None = None
         self._tower = tower
         self._clock = clock
         self.pieces = Pieces(decoder, state, self._device, clock)

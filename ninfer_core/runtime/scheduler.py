@@ -160,10 +160,10 @@ class Scheduler:
 
     # the loop's thread
 
-    def wait(self) -> None:
-        """Sleep until there is something to do."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Sleep until there is something to do, or for so many seconds; whether there is."""
         with self._lock:
-            self._lock.wait_for(lambda: self._changed or self._closed is not None)
+            return self._lock.wait_for(lambda: self._changed or self._closed is not None, seconds)
 
     def pause(self, seconds: float) -> None:
         """Sleep for so long, or until `stop` is called."""

@@ -77,7 +77,7 @@ def test_prefill_goes_by_fixed_chunks(engine, runner):
     runner.close(sequence)
 
 
-def test_spare_time_is_used_in_the_loops_thread(engine, caplog):
+def test_spare_time_is_used_in_the_loops_thread(engine, caplog, monkeypatch):
     """One step after the other while nothing runs; a step that fails ends them, and nothing else."""
     seen = []
 
@@ -87,11 +87,32 @@ def test_spare_time_is_used_in_the_loops_thread(engine, caplog):
             yield
         raise RuntimeError("no plan for this shape")
 
+    monkeypatch.setattr(engine._loop, "pause", 0.0)
     engine._runner.warming = steps()
     engine._scheduler.notify()
     assert wait_for(lambda: "no plan for this shape" in caplog.text, seconds=240)
     assert len(seen) == 3 and all(name.startswith("ninfer-") for name in seen)
     assert engine.submit(Request(prompt=PROMPT, max_tokens=3, ignore_eos=True)).result(240).usage.completion_tokens == 3
+
+
+def test_requests_that_follow_each_other_do_not_wait_for_what_spare_time_is_used_for(engine, monkeypatch):
+    """A step may take longer than reading a prompt: it begins after a pause, not at the end of a request."""
+    seen = []
+
+    def steps():
+        seen.append(1)
+        yield
+
+    request = Request(prompt=PROMPT, max_tokens=1, ignore_eos=True)
+    engine.submit(request).result(240)
+    monkeypatch.setattr(engine._loop, "pause", 86400.0)
+    engine._runner.warming = steps()
+    for _ in range(3):
+        engine.submit(request).result(240)
+    assert seen == []
+    engine._loop.pause = 0.0
+    engine._scheduler.notify()
+    assert wait_for(lambda: engine._runner.warming is None, seconds=240) and seen == [1]
 
 
 def test_chunk_size_must_be_whole_blocks():
