@@ -83,6 +83,7 @@ class Family(NamedTuple):
     expert_steps: int = 2
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
+    few_sequences: int = 4
     early: bool = False
 
 
@@ -190,6 +191,14 @@ def mlp(matrix: KernelMatrix, rows: int) -> Tile:
 def mlp_registers(matrix: KernelMatrix, rows: int) -> int | None:
     """Bound on its registers: two programs then fit on a multiprocessor."""
     return family(matrix.words).registers if rows <= 8 else None
+
+
+def few_sequences(tensor: torch.Tensor) -> int:
+    """Most sequences whose single rows the Gated DeltaNet kernel of eight warps mixes; more take that of two.
+
+    Eight sequences of two warps a program fill the card once.
+    """
+    return family(tensor).few_sequences
 
 
 def attention_rows(rows: int, codes: torch.Tensor) -> int:

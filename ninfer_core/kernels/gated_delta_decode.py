@@ -145,7 +145,7 @@ def window_words(old, lines, channel, row, R: tl.constexpr, STRIDE: tl.constexpr
 @triton.jit
 def from_quad(v, r, PTX: tl.constexpr):
     """What lanes 4 r .. 4 r + 3 hold of `v`, in every four lanes."""
-    lane = tl.broadcast_to(tl.arange(0, 32)[None, :], [8, 32])
+    lane = tl.broadcast_to(tl.arange(0, 32)[None, :], v.shape)
     if PTX:
         return tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [v, lane % 4 + 4 * r], dtype=tl.float32,
@@ -186,7 +186,7 @@ def sum_column(v, PTX: tl.constexpr):
 @triton.jit
 def exchange(a, b, MASK: tl.constexpr, PTX: tl.constexpr):
     """`a` plus the partner's where the lane's bit `MASK` is 0, else the same of `b`."""
-    upper = (tl.broadcast_to(tl.arange(0, 32)[None, :], [8, 32]) & MASK) != 0
+    upper = (tl.broadcast_to(tl.arange(0, 32)[None, :], a.shape) & MASK) != 0
     return tl.where(upper, b, a) + from_partner(tl.where(upper, a, b), MASK, PTX)
 
 
@@ -562,9 +562,18 @@ def gated_delta(
     key_heads = (taps.shape[1] // 128 - value_heads) // 2
     if 2 * rows > RING or rows + 3 > RING:
         raise ValueError(f"a window of {rows} rows does not fit the ring of {RING} tokens")
-    gated_delta_kernel[(value_heads * 4, batch)](
+    grid = (value_heads * 4, batch)
+    arguments = (
         projected.view(torch.int32), ab, taps.view(torch.int32), a_log, dt_bias, norm.view(torch.int32), state.s,
         state.conv.view(torch.int32), state.k, state.e, state.g, slots, lengths, commits, out.q.view(torch.int8), out.s,
         out.ss, eps,
-        HK=key_heads, HV=value_heads, R=rows, RINGS=RING, **_tiles.launch(projected, 8),
     )  # fmt: skip
+    if rows == 1 and batch > _tiles.few_sequences(projected):
+        from .gated_delta_batch_decode import WARPS, gated_delta_batch_kernel  # it is made of what stands above
+
+        options = _tiles.launch(projected, WARPS.value, 128)
+        gated_delta_batch_kernel[grid](*arguments, HK=key_heads, HV=value_heads, RINGS=RING, **options)
+        return
+    gated_delta_kernel[grid](
+        *arguments, HK=key_heads, HV=value_heads, R=rows, RINGS=RING, **_tiles.launch(projected, 8)
+    )

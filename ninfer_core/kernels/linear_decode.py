@@ -439,8 +439,8 @@ def project(
         u if u is not None else a.s, side_words(side) if side is not None else a.q,
         side_out if side_out is not None else a.s, rows, extra, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
-        ROWNORM=norm == "row", SIDE=_tiles.side(rows) if side is not None else 0, FMT=matrix.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
-        NB=blocks, R=_tiles.window(rows),
+        ROWNORM=norm == "row", SIDE=_tiles.side(rows) if side is not None else 0, FMT=matrix.code, TILES=tile.tiles,
+        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
         **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, rows), leads=True),
     )  # fmt: skip
     return out

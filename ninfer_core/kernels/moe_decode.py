@@ -337,8 +337,8 @@ def route_and_shared(
         shared_gate_up.words, shared_gate_up.high, shared_gate_up.scales, a.q, a.s, a.ss, shared_out, u,
         side_words(router), logits, rows, router.shape[0], eps,
         N=shared_gate_up.rows, U=shared_gate_up.groups, K=shared_gate_up.columns, PARTS=a.ss.shape[1], HEADS=False,
-        ROWNORM=True, SIDE=_tiles.side(rows), FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps, NB=blocks,
-        R=_tiles.window(rows), **_tiles.launch(logits, tile.warps),
+        ROWNORM=True, SIDE=_tiles.side(rows), FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
+        NB=blocks, R=_tiles.window(rows), **_tiles.launch(logits, tile.warps),
     )  # fmt: skip
 
 

@@ -153,10 +153,29 @@ def check_delta():
     ref = delta_reference(projected, ab, taps, a_log, dt_bias, norm, hk, hv)
     factor = torch.rsqrt(single[2].view(n, hv, 4).sum(-1) / 128 + 1e-6)
     got = dequantize_rows_ref(single[0], single[1]).view(n, hv, 128) * factor[..., None]
+    parts = [delta_batch(projected, ab, taps, a_log, dt_bias, norm, size) for size in (1, n)]
     return {
         "op": "gated_delta", "int8_error": relative(got, ref),
         "bits": all(torch.equal(a, b) for a, b in zip(single, window, strict=True)),
+        "bits of many sequences": all(torch.equal(a, b) for a, b in zip(*parts, strict=True)),
     }  # fmt: skip
+
+
+def delta_batch(projected, ab, taps, a_log, dt_bias, norm, size):
+    """Three rounds of a sequence for every row, `size` sequences a call: what is left of all."""
+    n, hv = projected.shape[0], a_log.shape[0]
+    state = delta.DeltaState.empty(n, (taps.shape[1] // 128 - hv) // 2, hv, DEVICE)
+    slots, got = torch.randperm(n, generator=torch.Generator().manual_seed(0)).int().to(DEVICE), []
+    for turn in range(3):
+        for i in range(0, n, size):
+            near = torch.roll(torch.arange(n, device=DEVICE), turn)[i : i + size]
+            out = Activation.empty(size, hv * 128, hv * 4, DEVICE)
+            ints = [torch.full((size,), v, dtype=torch.int32, device=DEVICE) for v in (turn, min(turn, 1))]
+            delta.gated_delta(
+                projected[near], ab[near], taps, a_log, dt_bias, norm, state, slots[i : i + size], *ints, out
+            )
+            got.append(out.rows(size))
+    return [*(torch.cat(p) for p in zip(*got, strict=True)), state.s, state.conv, state.k, state.e, state.g]
 
 
 def delta_reference(projected, ab, taps, a_log, dt_bias, norm, hk, hv):

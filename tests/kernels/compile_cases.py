@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from ninfer_core.kernels import (
     attention_decode,
     embedding_decode,
+    gated_delta_batch_decode,
     gated_delta_decode,
     head_decode,
     lanes_decode,
@@ -111,7 +112,7 @@ ATTENTION = dict.fromkeys(("projected", "q_gain", "k_gain", "codes", "scales"), 
     "code_bytes": "*i8", "scale_halves": "*fp16",
 }  # fmt: skip
 BF16_PAGES = ATTENTION | {"code_bytes": "*fp32", "scale_halves": "*i32"}
-ASK_EARLY = ("gdn in", "gdn in R=1", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts down 5 R=1", "gdn R=1")
+ASK_EARLY = ("gdn in", "gdn in R=1", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts down 5 R=1", "gdn R=1", "gdn batch")
 """Kernels whose weights or state are asked for before the kernel in front is done."""
 WORDS = {"hq": "*i32"}
 BYTES = {"hq": "*i8"}
@@ -160,6 +161,7 @@ def cases(full: bool = False):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 8, PAIRS, {
             "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
         }  # fmt: skip
+    yield "gdn batch", gated_delta_batch_decode.gated_delta_batch_kernel, 2, PAIRS, {"HK": 16, "HV": 32, "RINGS": 16}
     heads = {"H": 16, "KH": 2, "MOST": 128}
     for rows, block, int8 in (
         ((1, 1, True), (2, 2, True), (4, 4, True), (4, 1, False)) if full else ((1, 1, True), (1, 1, False))

@@ -226,6 +226,42 @@ def delta():
     near(got, delta_reference(projected, ab, taps, a_log, bias, norm, heads), INT8, "output")
 
 
+def delta_batch():
+    """A row of each of many sequences against each alone, which another kernel mixes: the same bits of all it leaves."""
+    key_heads, heads, slots = 1, 2, (3, 0, 5, 1, 4)
+    count, channels = len(slots), (2 * key_heads + heads) * 128
+    assert count > _tiles.FAMILIES[90].few_sequences
+    projected = torch.randn(count, channels + heads * 128).bfloat16()
+    ab, taps = torch.randn(count, 2 * heads), torch.randn(4, channels).bfloat16()
+    a_log, bias, norm = torch.randn(heads) * 0.3, torch.randn(heads), torch.rand(128).bfloat16()
+    empty = gated_delta_decode.DeltaState.empty
+    begun = empty(6, key_heads, heads, "cpu")
+    begun.conv.normal_()
+    for part in (begun.s, begun.k, begun.e, begun.g):
+        part.normal_(std=0.3)
+    begun.g.abs_().neg_()
+    ints = torch.tensor([slots, (100, 0, 2, 17, 7), (1, 0, 2, 1, 3)], dtype=torch.int32)
+
+    def run(parts):
+        state, found = empty(6, key_heads, heads, "cpu"), []
+        for name in ("s", "conv", "k", "e", "g"):
+            getattr(state, name).copy_(getattr(begun, name))
+        for part in parts:
+            out = Activation.empty(len(ints[0, part]), heads * 128, heads * 4, "cpu")
+            gated_delta_decode.gated_delta(
+                projected[part].clone(), ab[part].clone(), taps, a_log, bias, norm, state,
+                *(values[part].clone() for values in ints), out,
+            )  # fmt: skip
+            found.append(out.rows(len(ints[0, part])))
+        made = [torch.cat(part) for part in zip(*found, strict=True)]
+        return [*made, state.s, state.conv, state.k, state.e, state.g]
+
+    alone, together = run([slice(i, i + 1) for i in range(count)]), run([slice(0, count)])
+    names = ("codes", "scales", "sums", "state", "raw rows", "keys", "updates", "decays")
+    for one, other, what in zip(alone, together, names, strict=True):
+        same(other, one, f"many sequences against each alone: {what}")
+
+
 def delta_reference(projected, ab, taps, a_log, bias, norm, heads):
     channels, tokens = taps.shape[1], projected.shape[0]
     raw = torch.cat([torch.zeros(3, channels), projected[:, :channels].float()])
@@ -376,6 +412,7 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "embed W8": (embed, "W8"),
     "embed Q6": (embed, "Q6"),
     "gated delta": (delta,),
+    "gated delta batch": (delta_batch,),
     "attention": (attend, 63, 3, 2, True, 3, 1),
     "attention splits": (attend, 255, 2, 4, True),
     "attention bf16": (attend, 64, 1, 2, False, 6, 2),

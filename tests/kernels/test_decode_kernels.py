@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.kernels.programs import interpreted, lines
 
 CASES = (
-    "attention", "attention splits", "project W8", "windows", "gated delta", "attention bf16", "experts grouped", "project Q4",
+    "attention", "attention splits", "project W8", "windows", "gated delta", "gated delta batch", "attention bf16", "experts grouped", "project Q4",
     "experts Q4 Q5", "project Q5", "side rows", "project Q6", "residual", "head", "expert ties", "embed W8",
     "dense gate/up", "embed Q6",
 )  # fmt: skip
