@@ -39,10 +39,10 @@ def warps(units: int, most: int) -> int:
     return count
 
 
-def blocks(rows: int) -> int:
+def blocks(rows: int, most: int = 4) -> int:
     """Blocks of eight rows that a program serves with one read of its weights: 4, 2 or 1, whole programs only."""
     count = -(-rows // 8)
-    return next(n for n in (4, 2, 1) if count % n == 0)
+    return next(n for n in (4, 2, 1) if n <= most and count % n == 0)
 
 
 def window(rows: int) -> int:
@@ -84,6 +84,9 @@ class Family(NamedTuple):
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
     few_sequences: int = 4
+    blocks: int = 4
+    router_blocks: int = 1
+    side: int = 2
     early: bool = False
 
 
@@ -159,14 +162,14 @@ def router(matrix: KernelMatrix) -> Tile:
     return Tile(most.tiles, steps(matrix.groups, count, most.steps), count)
 
 
-def router_blocks(rows: int) -> int:
-    """Blocks that a program of the router and the shared expert serves: one, since their weights are few."""
-    return 1 if rows <= 64 else blocks(rows)
+def router_blocks(tensor: torch.Tensor, rows: int) -> int:
+    """Blocks that a program of the router and the shared expert serves: few, since their weights are."""
+    return blocks(rows, family(tensor).router_blocks)
 
 
-def side(rows: int) -> int:
+def side(tensor: torch.Tensor, rows: int) -> int:
     """High-precision weight rows of a warp: two halve what many rows read of their activations."""
-    return 1 if rows <= 8 else 2
+    return 1 if rows <= 8 else family(tensor).side
 
 
 def experts(matrix: KernelMatrix) -> Tile:

@@ -111,7 +111,7 @@ def head(
     """Logits [T, N] fp32 (unless None) of normed rows `a`, and `candidates` among the rows below `addressable`."""
     rows = candidates.value.shape[0]
     tile = tile or _tiles.head(matrix)
-    blocks = _tiles.blocks(rows)
+    blocks = _tiles.blocks(rows, _tiles.family(a.q).blocks)
     head_kernel[(matrix.rows // 32, triton.cdiv(rows, 8 * blocks))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits if logits is not None else a.s,
         candidates.value, candidates.row, rows, addressable, eps,

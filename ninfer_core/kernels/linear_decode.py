@@ -406,9 +406,12 @@ def side_words(side: torch.Tensor) -> torch.Tensor:
     return side.view(torch.int32)
 
 
-def side_programs(side_rows: int, tile: _tiles.Tile, rows: int, blocks: int) -> int:
-    """Programs of `side_products` beside the others of the same `blocks` blocks: four rows each of more than four."""
-    return triton.cdiv(side_rows, tile.warps * _tiles.side(rows)) * (2 * blocks if _tiles.window(rows) == 8 else 1)
+def side_programs(side: torch.Tensor | None, tile: _tiles.Tile, rows: int, blocks: int) -> tuple[int, int]:
+    """Programs of `side_products` beside the others of the same `blocks` blocks: four rows each of more; and `SIDE`."""
+    if side is None:
+        return 0, 0
+    each = _tiles.side(side, rows)
+    return triton.cdiv(side.shape[0], tile.warps * each) * (2 * blocks if _tiles.window(rows) == 8 else 1), each
 
 
 def project(
@@ -432,14 +435,14 @@ def project(
     rows = out.shape[0]
     tile = tile or _tiles.projection(matrix, rows)
     extra = side.shape[0] if side is not None else 0
-    blocks = _tiles.blocks(rows)
-    main = matrix.rows // (16 * tile.tiles)
-    linear_kernel[(main + side_programs(extra, tile, rows, blocks), triton.cdiv(rows, 8 * blocks))](
+    blocks = _tiles.blocks(rows, _tiles.family(out).blocks)
+    sides, each = side_programs(side, tile, rows, blocks)
+    linear_kernel[(matrix.rows // (16 * tile.tiles) + sides, triton.cdiv(rows, 8 * blocks))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out,
         u if u is not None else a.s, side_words(side) if side is not None else a.q,
         side_out if side_out is not None else a.s, rows, extra, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
-        ROWNORM=norm == "row", SIDE=_tiles.side(rows) if side is not None else 0, FMT=matrix.code, TILES=tile.tiles,
+        ROWNORM=norm == "row", SIDE=each, FMT=matrix.code, TILES=tile.tiles,
         S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
         **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, rows), leads=True),
     )  # fmt: skip

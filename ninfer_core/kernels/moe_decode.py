@@ -330,14 +330,13 @@ def route_and_shared(
     """
     rows = logits.shape[0]
     tile = tile or _tiles.router(shared_gate_up)
-    blocks = _tiles.router_blocks(rows)
-    main = shared_gate_up.rows // (16 * tile.tiles)
-    programs = main + side_programs(router.shape[0], tile, rows, blocks)
-    linear_kernel[(programs, triton.cdiv(rows, 8 * blocks))](
+    blocks = _tiles.router_blocks(logits, rows)
+    sides, each = side_programs(router, tile, rows, blocks)
+    linear_kernel[(shared_gate_up.rows // (16 * tile.tiles) + sides, triton.cdiv(rows, 8 * blocks))](
         shared_gate_up.words, shared_gate_up.high, shared_gate_up.scales, a.q, a.s, a.ss, shared_out, u,
         side_words(router), logits, rows, router.shape[0], eps,
         N=shared_gate_up.rows, U=shared_gate_up.groups, K=shared_gate_up.columns, PARTS=a.ss.shape[1], HEADS=False,
-        ROWNORM=True, SIDE=_tiles.side(rows), FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
+        ROWNORM=True, SIDE=each, FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
         NB=blocks, R=_tiles.window(rows), **_tiles.launch(logits, tile.warps),
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ from tests.bench.kernel_inputs import DEVICE, graph_time, read_bandwidth, relati
 HEADS, KV_HEADS = 16, 2
 KEY_HEADS, VALUE_HEADS = 16, 32
 CONTEXTS = (1_024, 7_680, 130_048, 260_096)
-SHAPES = ((1, 1), (1, 4), (1, 8), (8, 1), (32, 1), (64, 1), (8, 4))
+SHAPES = ((1, 1), (1, 4), (1, 8), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (8, 4))
 """Sequences and rows of each."""
 COLD = 150e6
 """Bytes that a graph goes over: more than any cache."""
@@ -149,18 +149,30 @@ def main() -> int:
     """All cases, and the checks of both kernels; 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--delta", action="store_true", help="Gated DeltaNet only")
     options = parser.parse_args()
     torch.manual_seed(0)
     record = Record(options.json, DEVICE)
     wrong = []
-    for name in ("delta", "attention", "attention bf16"):
+    for name in ("delta",) if options.delta else ("delta", "attention", "attention bf16"):
         found = CHECKS[name]()
         record.add(f"check {name}", found)
         wrong += [f"{name}: {fault}" for fault in faults(found)]
     bandwidth = read_bandwidth()
     record.add("read bandwidth TB/s", bandwidth)
+    families = dict(_tiles.FAMILIES)
     for batch, rows in SHAPES:
-        record.add(f"delta, {batch} x {rows}", Mix(batch, rows).measure(bandwidth))
+        case = Mix(batch, rows)
+        record.add(f"delta, {batch} x {rows}", case.measure(bandwidth))
+        if rows == 1:  # the other kernel of the two
+            few = 0 if batch <= _tiles.FAMILIES[90].few_sequences else 64
+            _tiles.FAMILIES.update({n: f._replace(few_sequences=few) for n, f in families.items()})
+            record.add(f"delta, {batch} x {rows}, {2 if few == 0 else 8} warps", case.measure(bandwidth))
+            _tiles.FAMILIES.update(families)
+        del case
+    if options.delta:
+        record.add("faults", wrong)
+        return int(bool(wrong))
     for tokens in CONTEXTS:
         for batch, rows in SHAPES:
             if batch * tokens * 1056 > MOST:

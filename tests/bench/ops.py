@@ -1,6 +1,7 @@
 """Decode kernels on one GPU: exactness against torch, tile sweep by role, and a whole token's launches in one graph.
 
     python tests/bench/ops.py [--out DIR] [--parts check,compile,chain,sweep] [--workers N]
+    python tests/bench/ops.py --parts many [--out DIR]    # the dense roles of many rows, with what else was tried for them
 
 Weights are random in the published formats. Every time is the median of graph replays that walk through more weight
 bytes than the L2 holds; `floor` is the bytes of the role over the read bandwidth measured in the same run.
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from ninfer_core.kernels import _tiles
 from ninfer_core.kernels import attention_decode as attention
 from ninfer_core.kernels import embedding_decode as embedding
 from ninfer_core.kernels import gated_delta_decode as delta
@@ -150,6 +152,50 @@ ROLES = [
     Role("27B down", 5120, 17408, "Q5", "residual", [Tile(*t) for t in ((2, 2, 8), (2, 4, 4), (2, 17, 8), (2, 17, 16))]),
 ]  # fmt: skip
 SWEEP_ROWS = (1, 4)
+MANY_ROWS = (1, 8, 16, 32, 64)
+MANY = {
+    "35B gdn in": {"side 1": {"side": 1}, "two blocks": {"blocks": 2}},
+    "35B attention in": {"two blocks": {"blocks": 2}},
+    "35B router+shared": {
+        "side 1": {"side": 1}, "side 4": {"side": 4}, "two blocks": {"router_blocks": 2}, "four blocks": {"router_blocks": 4},
+    },
+    "35B head": {"two blocks": {"blocks": 2}},
+}  # fmt: skip
+"""Roles of calls of many rows, and fields of `_tiles.Family` to compare with the default there."""
+FAMILIES = dict(_tiles.FAMILIES)
+
+
+def select(fields):
+    """Launch with these fields of `_tiles.Family` from now on."""
+    _tiles.FAMILIES.update({n: family._replace(**fields) for n, family in FAMILIES.items()})
+
+
+def variants_of(role, T):
+    """The default, and what changes it for T rows: names to fields."""
+    return {"default": {}} | (MANY[role.name] if T > 8 else {})
+
+
+def many(bandwidth, role):
+    """Every variant of a role of `MANY` at every number of rows."""
+    found = {}
+    first = role.make()
+    copies = [first] + [role.make() for _ in range(max(1, min(40, int(5e8 // first[0].nbytes))) - 1)]
+    calls = max(len(copies), 8)
+    for T in MANY_ROWS:
+        a, b = role.buffers(T)
+        entry = {"floor us": role.bytes(T, first) / bandwidth / 1e6}
+        for name, fields in variants_of(role, T).items():
+            select(fields)
+
+            def chain(a=a, b=b):
+                for i in range(calls):
+                    role.call(copies[i % len(copies)], a, b, None, i)
+
+            entry[name] = graph_time(chain, 9) / calls
+        found[T] = entry
+    select({})
+    torch.cuda.empty_cache()
+    return found
 
 
 def compile_one(job):
@@ -164,6 +210,9 @@ def compile_one(job):
     index, tile, T = job
     try:
         torch.cuda.set_device(0)
+        if isinstance(tile, str):
+            select(MANY[ROLES[index].name].get(tile, {}))
+            tile = None
         if index == "chain":
             Chain(T, (34, 35)).step()
             torch.cuda.synchronize()
@@ -267,6 +316,15 @@ def main():
             for T in CHAIN_ROWS:
                 save(f"chain {T}", run_chain(bandwidth, T))
                 print({k: round(v, 1) for k, v in result[f"chain {T}"].items()}, flush=True)
+        elif part == "many":
+            roles = [(i, role) for i, role in enumerate(ROLES) if role.name in MANY]
+            jobs = [(i, name, T) for T in (32, 16, 8, 1) for i, role in roles for name in variants_of(role, T)]
+            save("compile_errors", precompile(jobs, options.workers))
+            print(result["compile_errors"][:3])
+            for _, role in roles:
+                save(f"many {role.name}", many(bandwidth, role))
+                for T, entry in result[f"many {role.name}"].items():
+                    print(f"{role.name:20s} T={T:<3d}", "  ".join(f"{k} {v:.2f}" for k, v in entry.items()), flush=True)
         elif part == "sweep":
             for role in ROLES:
                 save(role.name, sweep(bandwidth, role))
@@ -280,7 +338,7 @@ def main():
                         f"{role.name:20s} T={T} tile={row['tile']} {row['us']:7.2f} us, floor {row['floor_us']:7.2f}, {share:.0%}"
                     )
         else:
-            raise SystemExit(f"no part {part}; there are check, compile, precompile, chain and sweep")
+            raise SystemExit(f"no part {part}; there are check, compile, precompile, chain, many and sweep")
     save("registers", registers())
     for entry in result["registers"]:
         if entry["spills"]:
