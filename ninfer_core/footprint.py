@@ -48,11 +48,14 @@ RESERVE = 512 << 20
 OVERHEAD = RESERVE + (512 << 20)
 """What a process takes beside the plan in all: the driver's context too."""
 
-CHUNKS = (8192, 4096, 2048)
+CHUNKS = (16384, 8192, 4096, 2048)
 """Prompt tokens per step on a GPU where `prefill_chunk` is "auto": the first that costs no context (`chunk_for`).
 
 Longer ones read prompts faster, as experts and weights are opened once a chunk; shorter ones need smaller buffers.
 """
+
+BLOCK = 8192
+"""Rows of a chunk that the mixers take at once, between which it may wait; the experts take all of them together."""
 
 _ALLOWED = {"token_embedding": ("Q6", "W8"), "shared_down": ("W8",)}
 _FUSED = {
@@ -182,6 +185,10 @@ def attention_parts(rows: int, splits: int) -> int:
     return max(max(RING // 2, rows // 2) * splits, rows * min(splits, SHORT))
 
 
+SHARED_PARTS = 4
+"""Parts of K of a projection into the residual stream that there is room for."""
+
+
 def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) -> int:
     """About the bytes of `model.fused.Workspace` for calls of up to `rows` rows over `context` tokens."""
 
@@ -193,6 +200,7 @@ def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) 
     parts = attention_parts(rows, max(FEWEST_SPLITS, splits_of(context + RING // 2, most)))
     total = 5 * rows * hidden * 4 + 2 * activation(hidden, hidden // 32) + activation(2 * hidden, 1)
     total += activation(width, 4 * heads) + activation(config.query_width, 1)
+    total += rows * hidden * 4 * SHARED_PARTS + rows // 8 * hidden // 32 * 4
     total += rows * (2 * (config.conv_channels + width) + 8 * heads + 4 * (config.query_width + config.kv_width))
     total += parts * config.num_attention_heads * (256 + 2) * 4
     if config.is_moe:
@@ -214,11 +222,12 @@ def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int
     """About the bytes of `model.fused_prefill.FusedPrefill` for chunks of `rows` rows within `context` tokens."""
     hidden, value, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
     query, kv, inner = config.query_width, config.kv_width, config.intermediate_size
-    padded, room = up(rows, PAGE), max(context, rows) + 2048
+    block = min(rows, BLOCK)
+    padded, room = up(block, PAGE), max(context, rows) + 2048
     delta = padded * (2 * config.conv_channels + 8 * heads + 4 * value)
     delta += padded // PAGE * heads * config.linear_key_head_dim * config.linear_value_head_dim * 2
-    gdn = delta + rows * (2 * (config.conv_channels + value) + 8 * heads + 2 * value)
-    attention = rows * (4 * (query + kv) + 10 * query + 8 * config.num_attention_heads) + 4 * kv * room
+    gdn = delta + block * (2 * (config.conv_channels + value) + 8 * heads + 2 * value)
+    attention = block * (4 * (query + kv) + 10 * query + 8 * config.num_attention_heads) + 4 * kv * room
     router = up(config.num_experts + 1, 8)
     if config.is_moe:
         shared, active = config.shared_expert_intermediate_size, config.num_experts_per_tok
@@ -229,11 +238,12 @@ def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int
         mlp = rows * 2 * (3 * inner + hidden)
     widest = max(config.conv_channels + value, 2 * (query + kv), 2 * inner)
     scratch = 2 * min(widest * max(hidden, inner), SCRATCH)
-    drafts = rows * (10 * hidden + 4 * (query + kv)) if config.mtp_num_hidden_layers else 0
+    drafts = rows * 4 * hidden + block * (8 * hidden + 4 * (query + kv))
     rest = rows * hidden * 8 + scratch
-    rest += rows * (8 * hidden + 2 * query + 4 * config.num_attention_heads)  # what lives for one chunk
+    rest += rows * 8 * hidden + block * (2 * query + 4 * config.num_attention_heads)  # what lives for one chunk
     routers = config.num_hidden_layers * router * hidden * 2 if config.is_moe else 0
-    return max(gdn, attention, mlp, drafts) + rest + routers + config.num_hidden_layers * max(1, config.num_experts) * 4
+    rest += config.num_hidden_layers * max(1, config.num_experts) * 4
+    return max(gdn, attention, mlp, drafts if config.mtp_num_hidden_layers else 0) + rest + routers
 
 
 # --- what a model needs ----------------------------------------------------------------------------------------------
@@ -279,14 +289,18 @@ class Footprint:
         return low
 
 
-def chunk_for(of: Callable[[int], Footprint], budget: int, limit: int, slots: int = 1) -> int:
-    """The longest of `CHUNKS` with which as long a context, up to `limit`, fits in `budget` bytes as with the shortest.
+def chunks_of(config: ModelConfig) -> tuple[int, ...]:
+    """The chunk lengths in question for a model, falling: beyond a block only experts gain, as each gets more rows."""
+    return CHUNKS if config.is_moe else tuple(chunk for chunk in CHUNKS if chunk <= BLOCK)
 
-    `of` gives the footprint with a chunk length. What fits with none gets the shortest.
+
+def chunk_for(config: ModelConfig, of: Callable[[int], Footprint], budget: int, limit: int, slots: int = 1) -> int:
+    """The longest of `chunks_of` with which as long a context, up to `limit`, fits in `budget` bytes as with the
+    shortest. `of` gives the footprint with a chunk length. What fits with none gets the shortest.
     """
-    longest = {chunk: of(chunk).longest(budget, limit, slots) for chunk in CHUNKS}
+    longest = {chunk: of(chunk).longest(budget, limit, slots) for chunk in chunks_of(config)}
     most = longest[CHUNKS[-1]]
-    return next(chunk for chunk in CHUNKS if longest[chunk] == most) if most else CHUNKS[-1]
+    return next(chunk for chunk in longest if longest[chunk] == most) if most else CHUNKS[-1]
 
 
 def fused_footprint(

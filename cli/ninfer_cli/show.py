@@ -196,7 +196,7 @@ def _memory(config: ModelConfig, objects: Mapping[str, tuple[tuple[int, ...], st
                 "bytes": total,
                 "here": here,
                 "longest": footprint.longest(total - OVERHEAD, limit),
-                "chunk": chunk_for(of, total - OVERHEAD, limit),
+                "chunk": chunk_for(config, of, total - OVERHEAD, limit),
             }
             for name, total, here in sizes
         ],

@@ -13,12 +13,16 @@ import torch
 
 
 class Grouped(NamedTuple):
-    """A grouped product: outputs and tokens of a tile, warps, pipeline stages."""
+    """A grouped product: outputs and tokens of a tile, warps, pipeline stages.
+
+    `widths`: how many widths there are for the last tile of an expert: `tokens`, half of it, and so on.
+    """
 
     outputs: int
     tokens: int
     warps: int
     stages: int
+    widths: int = 1
 
 
 @cache
@@ -66,9 +70,10 @@ def expert_tiles_of(card: int, pairs: int, experts: int) -> tuple[Grouped, Group
     tokens = grouped_tokens(pairs, experts)
     if card in (90, 100):
         if tokens == 128:
-            return Grouped(64, 128, 4, 4), Grouped(128, 128, 4, 4)
-        return Grouped(128, tokens, 4, 3), Grouped(128, tokens, 4, 4)
-    return Grouped(64, min(tokens, 64), 4, 2), Grouped(128, min(tokens, 64), 4, 2)
+            return Grouped(64, 128, 4, 4, 3), Grouped(128, 128, 4, 4, 3)
+        return Grouped(128, tokens, 4, 3, tokens // 32 or 1), Grouped(128, tokens, 4, 4, tokens // 32 or 1)
+    tokens = min(tokens, 64)
+    return Grouped(64, tokens, 4, 2, tokens // 32 or 1), Grouped(128, tokens, 4, 2, tokens // 32 or 1)
 
 
 def expert_tiles(tensor: torch.Tensor, pairs: int, experts: int) -> tuple[Grouped, Grouped]:

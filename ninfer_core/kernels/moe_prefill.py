@@ -85,70 +85,101 @@ def place_kernel(
 
 
 @triton.jit
+def gate_up_tile(
+    w, wh, ws, x, row_of, h, e, f0, first, end,
+    K: tl.constexpr, INTER: tl.constexpr, BF: tl.constexpr, BT: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Features f0 .. f0 + BF - 1 of the sorted rows first .. min(first + BT, end) - 1, all of expert `e`."""
+    WIDTH: tl.constexpr = 32 if FMT == 8 else 64
+    U: tl.constexpr = K // WIDTH
+    t = first + tl.arange(0, BT)
+    live = t < end
+    row = tl.load(row_of + t, mask=live, other=0).to(tl.int64)
+    line = tl.arange(0, BF)  # lines of gate, then of up
+    part = line // (BF // 2)
+    at = (e * (2 * INTER) + f0) // 16 + part * (INTER // 16) + (line % (BF // 2)) // 8
+    wp, hp, sp = tile_lanes(w, wh, ws, at, U, FMT, BF)
+    xp = x + row[:, None] * K + tl.arange(0, WIDTH)[None, :]
+    acc = tl.zeros([2 * BF, BT], tl.float32)
+    for u in range(U):
+        a = unit_operand(wp, hp, sp, u, BF // 8, FMT, True, PTX)
+        b = tl.load(xp + u * WIDTH)
+        acc = multiply_add(a, tl.trans(b), acc, PTX)
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BF, BT]), [1, 2, 0]))
+    y = (silu(gate) * up).to(tl.bfloat16)
+    y = tl.permute(tl.reshape(y, [BF // 32, 2, 4, 4, BT]), [0, 3, 2, 1, 4])  # half, byte, c, h
+    y = tl.trans(tl.reshape(y, [BF, BT]))
+    out = h + t.to(tl.int64)[:, None] * INTER + (f0 + tl.arange(0, BF))[None, :]
+    tl.store(out, y, mask=live[:, None])
+
+
+@triton.jit
 def expert_gate_up_kernel(
     w, wh, ws, x, row_of, tile_e, tile_first, tile_end, h,
-    K: tl.constexpr, INTER: tl.constexpr, BF: tl.constexpr, BT: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
+    K: tl.constexpr, INTER: tl.constexpr, BF: tl.constexpr, BT: tl.constexpr, WIDTHS: tl.constexpr, FMT: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Programs (BF features, tile): h [pair, INTER] = silu(gate) * up of an expert's rows, columns in operand order.
 
     `x` [T, K] bf16 in operand order. Gate rows stand above up rows in the left operand, so that both meet in a thread.
+    An expert's last tile takes the least of the WIDTHS widths BT, BT / 2, .. that hold its rows.
     """
-    WIDTH: tl.constexpr = 32 if FMT == 8 else 64
-    U: tl.constexpr = K // WIDTH
     tile = tl.program_id(1)
     e = tl.load(tile_e + tile)
-    if e >= 0:
-        first = tl.load(tile_first + tile)
-        end = tl.load(tile_end + tile)
-        f0 = tl.program_id(0) * BF
-        t = first + tl.arange(0, BT)
-        live = t < end
-        row = tl.load(row_of + t, mask=live, other=0).to(tl.int64)
-        line = tl.arange(0, BF)  # lines of gate, then of up
-        part = line // (BF // 2)
-        at = (e * (2 * INTER) + f0) // 16 + part * (INTER // 16) + (line % (BF // 2)) // 8
-        wp, hp, sp = tile_lanes(w, wh, ws, at, U, FMT, BF)
-        xp = x + row[:, None] * K + tl.arange(0, WIDTH)[None, :]
-        acc = tl.zeros([2 * BF, BT], tl.float32)
-        for u in range(U):
-            a = unit_operand(wp, hp, sp, u, BF // 8, FMT, True, PTX)
-            b = tl.load(xp + u * WIDTH)
-            acc = multiply_add(a, tl.trans(b), acc, PTX)
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BF, BT]), [1, 2, 0]))
-        y = (silu(gate) * up).to(tl.bfloat16)
-        y = tl.permute(tl.reshape(y, [BF // 32, 2, 4, 4, BT]), [0, 3, 2, 1, 4])  # half, byte, c, h
-        y = tl.trans(tl.reshape(y, [BF, BT]))
-        out = h + t.to(tl.int64)[:, None] * INTER + (f0 + tl.arange(0, BF))[None, :]
-        tl.store(out, y, mask=live[:, None])
+    first = tl.load(tile_first + tile)
+    end = tl.load(tile_end + tile)
+    f0 = tl.program_id(0) * BF
+    rows = tl.where(e >= 0, tl.minimum(end - first, BT), 0)
+    for s in tl.static_range(WIDTHS):
+        less: tl.constexpr = 0 if s == WIDTHS - 1 else BT >> (s + 1)
+        if (rows > less) & (rows <= BT >> s):
+            gate_up_tile(w, wh, ws, x, row_of, h, e, f0, first, end, K, INTER, BF, BT >> s, FMT, PTX)
+
+
+@triton.jit
+def down_tile(
+    w, wh, ws, h, y, e, n0, first, end,
+    N: tl.constexpr, INTER: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Outputs n0 .. n0 + BN - 1 of the sorted rows first .. min(first + BT, end) - 1, all of expert `e`."""
+    WIDTH: tl.constexpr = 32 if FMT == 8 else 64
+    U: tl.constexpr = INTER // WIDTH
+    t = first + tl.arange(0, BT)
+    live = t < end
+    row = tl.minimum(t, end - 1).to(tl.int64)
+    at = (e * N + n0) // 16 + tl.arange(0, BN // 2) // 8
+    wp, hp, sp = tile_lanes(w, wh, ws, at, U, FMT, BN // 2)
+    xp = h + row[:, None] * INTER + tl.arange(0, WIDTH)[None, :]
+    acc = tl.zeros([BN, BT], tl.float32)
+    for u in range(U):
+        a = unit_operand(wp, hp, sp, u, BN // 16, FMT, True, PTX)
+        b = tl.load(xp + u * WIDTH)
+        acc = multiply_add(a, tl.trans(b), acc, PTX)
+    out = y + t.to(tl.int64)[:, None] * N + (n0 + tl.arange(0, BN))[None, :]
+    tl.store(out, tl.trans(acc).to(tl.bfloat16), mask=live[:, None])
 
 
 @triton.jit
 def expert_down_kernel(
     w, wh, ws, h, tile_e, tile_first, tile_end, y,
-    N: tl.constexpr, INTER: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
+    N: tl.constexpr, INTER: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, WIDTHS: tl.constexpr, PARTS: tl.constexpr,
+    FMT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Programs (BN outputs, tile): y [pair, N] bf16 = down of an expert's rows of `h`."""
-    WIDTH: tl.constexpr = 32 if FMT == 8 else 64
-    U: tl.constexpr = INTER // WIDTH
-    tile = tl.program_id(1)
+    """Programs (BN outputs, part of a tile): y [pair, N] bf16 = down of an expert's rows of `h`.
+
+    A listed tile has PARTS parts of BT rows; the last one of an expert may be narrower, as above.
+    """
+    part = tl.program_id(1)
+    tile = part // PARTS
     e = tl.load(tile_e + tile)
-    if e >= 0:
-        first = tl.load(tile_first + tile)
-        end = tl.load(tile_end + tile)
-        n0 = tl.program_id(0) * BN
-        t = first + tl.arange(0, BT)
-        live = t < end
-        row = tl.minimum(t, end - 1).to(tl.int64)
-        at = (e * N + n0) // 16 + tl.arange(0, BN // 2) // 8
-        wp, hp, sp = tile_lanes(w, wh, ws, at, U, FMT, BN // 2)
-        xp = h + row[:, None] * INTER + tl.arange(0, WIDTH)[None, :]
-        acc = tl.zeros([BN, BT], tl.float32)
-        for u in range(U):
-            a = unit_operand(wp, hp, sp, u, BN // 16, FMT, True, PTX)
-            b = tl.load(xp + u * WIDTH)
-            acc = multiply_add(a, tl.trans(b), acc, PTX)
-        out = y + t.to(tl.int64)[:, None] * N + (n0 + tl.arange(0, BN))[None, :]
-        tl.store(out, tl.trans(acc).to(tl.bfloat16), mask=live[:, None])
+    first = tl.load(tile_first + tile) + part % PARTS * BT
+    end = tl.load(tile_end + tile)
+    n0 = tl.program_id(0) * BN
+    rows = tl.where(e >= 0, tl.minimum(end - first, BT), 0)
+    for s in tl.static_range(WIDTHS):
+        less: tl.constexpr = 0 if s == WIDTHS - 1 else BT >> (s + 1)
+        if (rows > less) & (rows <= BT >> s):
+            down_tile(w, wh, ws, h, y, e, n0, first, end, N, INTER, BN, BT >> s, FMT, PTX)
 
 
 @triton.jit
@@ -235,22 +266,29 @@ def route(logits: torch.Tensor, counts: torch.Tensor, routing: Routing, experts:
 def expert_gate_up(
     weight: KernelMatrix, x: torch.Tensor, routing: Routing, h: torch.Tensor, tile: tiling.Grouped
 ) -> None:
-    """`h` [T * A, I] bf16 := SwiGLU of the sorted rows of `x` [T, E] bf16; columns of both in operand order."""
+    """`h` [T * A, I] bf16 := SwiGLU of the sorted rows of `x` [T, E] bf16; columns of both in operand order.
+
+    The tiles of `routing` are of `tile.tokens` rows.
+    """
     inner = h.shape[1]
     expert_gate_up_kernel[(inner // tile.outputs, routing.tile_e.shape[0])](
         weight.words, weight.high, weight.scales, x, routing.row_of, routing.tile_e, routing.tile_first,
         routing.tile_end, h,
-        K=weight.columns, INTER=inner, BF=tile.outputs, BT=tile.tokens, FMT=weight.code,
+        K=weight.columns, INTER=inner, BF=tile.outputs, BT=tile.tokens, WIDTHS=tile.widths, FMT=weight.code,
         **tiling.launch(x, tile.warps, tile.stages),
     )  # fmt: skip
 
 
 def expert_down(weight: KernelMatrix, h: torch.Tensor, routing: Routing, y: torch.Tensor, tile: tiling.Grouped) -> None:
-    """`y` [T * A, E] bf16 := down product of the sorted rows `h` (columns in operand order)."""
-    width = y.shape[1]
-    expert_down_kernel[(width // tile.outputs, routing.tile_e.shape[0])](
+    """`y` [T * A, E] bf16 := down product of the sorted rows `h` (columns in operand order).
+
+    The tiles of `routing` are of `tile.tokens` rows or a multiple.
+    """
+    width, parts = y.shape[1], routing.tokens // tile.tokens
+    expert_down_kernel[(width // tile.outputs, parts * routing.tile_e.shape[0])](
         weight.words, weight.high, weight.scales, h, routing.tile_e, routing.tile_first, routing.tile_end, y,
-        N=width, INTER=weight.columns, BN=tile.outputs, BT=tile.tokens, FMT=weight.code,
+        N=width, INTER=weight.columns, BN=tile.outputs, BT=tile.tokens, WIDTHS=tile.widths, PARTS=parts,
+        FMT=weight.code,
         **tiling.launch(h, tile.warps, tile.stages),
     )  # fmt: skip
 

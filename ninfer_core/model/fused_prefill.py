@@ -4,7 +4,9 @@ A chunk of up to `rows` rows of one sequence runs through the layers as matrix p
 made once (`PrefillWorkspace`); nothing in a chunk reads the device from the host. What the state holds afterwards is
 what the decode kernels read next: the recurrent state committed, the last rows of the convolution in the ring.
 
-A chunk may wait between two layers (`PromptChunk`): rounds, and rows of the draft layer for other sequences, run then.
+The mixers take a chunk in blocks of `BLOCK` rows, one after the other; the experts, of which each has the more rows
+the longer the chunk, take it whole. A chunk may wait between two layers, and between two blocks of one that attends
+(`PromptChunk`): rounds, and rows of the draft layer for other sequences, run then.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import InvalidRequestError
+from ..footprint import BLOCK
 from ..kernels import attention_prefill as attention
 from ..kernels import moe_prefill as moe
 from ..kernels._tiles_prefill import expert_tiles, fused_attention
@@ -26,7 +29,7 @@ from ..kernels.gated_delta_prefill import DeltaWorkspace, gated_delta_chunk
 from ..kernels.linear_prefill import packed_product, product, rows_of
 from ..kernels.norm_prefill import add_norm, embed_rows, swiglu
 from ..kernels.rope import rope_tables
-from ..packed_tree import PackedAttention, PackedGdn, PackedLayer, PackedMlp, PackedMoe, PackedWeights
+from ..packed_tree import PackedAttention, PackedGdn, PackedLayer, PackedMlp, PackedMoe, PackedMtp, PackedWeights
 from ..state import DeltaState, FusedState, KVLayer
 from .decoder import Indices
 from .prompt_chunk import PromptChunk, layer_operations
@@ -132,19 +135,20 @@ class _MlpBuffers:
 
 @dataclass(frozen=True, slots=True)
 class _DraftBuffers:
-    """Of the draft layer's rows: none is a buffer that a chunk of the trunk holds between two layers."""
+    """Of the draft layer's rows: none is a buffer that a chunk of the trunk holds between two steps."""
 
     proj: Tensor
     x: Tensor
     u: Tensor
+    out: Tensor
     pair: Tensor
 
     @staticmethod
     def take(memory: Tensor | None, config: ModelConfig, rows: int) -> tuple[_DraftBuffers, int]:
-        b, hidden = _Buffers(memory), config.hidden_size
-        proj = b.take(rows, 2 * (config.query_width + config.kv_width))
-        x, u = b.take(rows, hidden, dtype=torch.float32), b.take(rows, hidden)
-        return _DraftBuffers(proj, x, u, b.take(rows, 2 * hidden)), b.used
+        b, hidden, block = _Buffers(memory), config.hidden_size, min(rows, BLOCK)
+        proj = b.take(block, 2 * (config.query_width + config.kv_width))
+        x = b.take(rows, hidden, dtype=torch.float32)
+        return _DraftBuffers(proj, x, b.take(block, hidden), b.take(block, hidden), b.take(block, 2 * hidden)), b.used
 
 
 def router_rows(experts: int) -> int:
@@ -156,15 +160,15 @@ class PrefillWorkspace:
     """Buffers for chunks of up to `rows` rows that end within `context` tokens.
 
     The parts of a layer follow each other, so that their buffers are views of the same memory, and so are those of the
-    draft layer. Between two layers a chunk holds `x`, `u` and `counts`.
+    draft layer. Between two steps a chunk holds `x`, `u`, `out` and `counts`.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str, *, rows: int, context: int) -> None:
-        self.config, self.rows, self.context = config, rows, context
+        self.config, self.rows, self.context, self.block = config, rows, context, min(rows, BLOCK)
         context = max(context, rows)
         sizes = [
-            _GdnBuffers.take(None, config, rows)[1],
-            _AttentionBuffers.take(None, config, rows, context)[1],
+            _GdnBuffers.take(None, config, self.block)[1],
+            _AttentionBuffers.take(None, config, self.block, context)[1],
             self._ffn_bytes(rows),
             _DraftBuffers.take(None, config, rows)[1] if config.mtp_num_hidden_layers else 0,
         ]
@@ -197,7 +201,7 @@ class _Views:
         memory, config = work.memory, work.config
         self.gdn = lru_cache(4)(lambda rows: _GdnBuffers.take(memory, config, rows)[0])
         tokens = max(work.context, work.rows)  # one layout for all chunks: plans of the fused attention know strides
-        self.attention = _AttentionBuffers.take(memory, config, work.rows, tokens)[0]
+        self.attention = _AttentionBuffers.take(memory, config, work.block, tokens)[0]
         self.moe = lru_cache(4)(lambda rows, tokens: _MoeBuffers.take(memory, config, rows, tokens)[0])
         self.mlp = lru_cache(4)(lambda rows: _MlpBuffers.take(memory, config, rows)[0])
         self.drafts = lru_cache(4)(lambda rows: _DraftBuffers.take(memory, config, rows)[0])
@@ -209,21 +213,31 @@ def prefill_bytes(config: ModelConfig, rows: int, context: int) -> int:
     """
     routers = config.num_hidden_layers * router_rows(config.num_experts) * config.hidden_size * 2
     workspace = PrefillWorkspace(config, "meta", rows=rows, context=context).nbytes
-    passing = rows * (2 * 4 * config.hidden_size + 2 * config.query_width + 4 * config.num_attention_heads)
+    passing = rows * 2 * 4 * config.hidden_size
+    passing += min(rows, BLOCK) * (2 * config.query_width + 4 * config.num_attention_heads)
     return workspace + passing + (routers if config.is_moe else 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """What all layers of a chunk share: rows, the slot, token index of row 0, page table int32 `[P]`, rotary tables."""
+class _Block:
+    """Rows `first .. first + rows - 1` of a chunk, token index of the first, their rotary tables, how they attend."""
 
+    first: int
     rows: int
-    slot: int
     start: int
-    table: Tensor
     cos: Tensor
     sin: Tensor
     route: attention.Route
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What all layers of a chunk share: rows, the slot, page table int32 `[P]`, the blocks of the mixers."""
+
+    rows: int
+    slot: int
+    table: Tensor
+    blocks: list[_Block]
 
 
 class FusedPrefill:
@@ -288,23 +302,28 @@ class FusedPrefill:
             InvalidRequestError: more rows or tokens than the workspace holds, or a page table that is too short.
         """
         call = self._call(tokens, slot, start, page_table, positions)
-        x, u = self.work.x[: call.rows], self.work.u[: call.rows]
+        work, rows = self.work, call.rows
         self._begun += 1
-        self._embed(tokens, embeddings, x)
-        add_norm(x, None, self.weights.layers[0].input_norm, u, self.eps)
-        self.work.counts.zero_()
-        return PromptChunk(self._run(state, call, self._begun), layer_operations(self.config, start, call.rows))
+        self._embed(tokens, embeddings, work.x[:rows])
+        add_norm(work.x[:rows], None, self.weights.layers[0].input_norm, work.u[:rows], self.eps)
+        work.counts.zero_()
+        return PromptChunk(
+            self._run(state, call, self._begun), layer_operations(self.config, start, call.rows, work.block)
+        )
 
     @torch.inference_mode()
     def _run(self, state: FusedState, call: _Chunk, number: int) -> Iterator[Tensor | None]:
-        """The layers of the chunk that was begun as the `number`-th, one a step."""
+        """The layers of the chunk that was begun as the `number`-th, one a step; one a block where they attend."""
         layers, u, counts = self.weights.layers, self.work.u[: call.rows], [0, 0]
         for i, layer in enumerate(layers):
-            if number != self._begun:
-                raise RuntimeError("another prompt chunk has begun in the workspace of this one")
             attends = isinstance(layer.mixer, PackedAttention)
             stores = state.kv if attends else state.gdn
-            self._mixer(layer.mixer, stores[counts[attends]], call)
+            for block in call.blocks:
+                if number != self._begun:
+                    raise RuntimeError("another prompt chunk has begun in the workspace of this one")
+                self._mixer(layer.mixer, stores[counts[attends]], call, block)
+                if attends and block is not call.blocks[-1]:
+                    yield None
             counts[attends] += 1
             if i + 1 < len(layers):
                 self._ffn(layer, i, call.rows, layers[i + 1].input_norm, u)
@@ -334,21 +353,29 @@ class FusedPrefill:
         if mtp is None:
             raise InvalidRequestError("these weights hold no draft layer (mtp/ objects); use 0 draft tokens")
         call = self._call(tokens, 0, start, page_table, positions)
-        work, width, rows = self.work, self.config.hidden_size, call.rows
-        own, out = self._views.drafts(rows), work.out[:rows]
-        x, u, pair, proj = own.x, own.u, own.pair, own.proj
-        self._embed(tokens, embeddings, x)
+        own = self._views.drafts(call.rows)
+        self._embed(tokens, embeddings, own.x)
+        for block in call.blocks:
+            rows = slice(block.first, block.first + block.rows)
+            self._draft_rows(own, mtp, own.x[rows], hidden[rows], state.mtp_kv[0], call.table, block)
+
+    def _draft_rows(
+        self, own: _DraftBuffers, mtp: PackedMtp, x: Tensor, hidden: Tensor, kv: KVLayer, table: Tensor, block: _Block
+    ) -> None:
+        """Keys and values of the draft layer for the rows of a block with embedding `x` and trunk rows `hidden`."""
+        width, scratch = self.config.hidden_size, self.work.scratch
+        u, out, pair, proj = (t[: block.rows] for t in (own.u, own.out, own.pair, own.proj))
         add_norm(x, None, mtp.embedding_norm, pair[:, :width], self.eps)
         add_norm(hidden.contiguous(), None, mtp.hidden_norm, pair[:, width:], self.eps)
-        packed_product(pair, mtp.proj, work.scratch, out)
+        packed_product(pair, mtp.proj, scratch, out)
         add_norm(out, None, mtp.layer.input_norm, u, self.eps)
-        mixer, kv = mtp.layer.mixer, state.mtp_kv[0]
+        mixer = mtp.layer.mixer
         assert isinstance(mixer, PackedAttention)
         queries, values = self.config.query_width, self.config.kv_width
         for first, last in ((queries, queries + values), (2 * queries + values, 2 * (queries + values))):
-            packed_product(u, rows_of(mixer.proj, first, last), work.scratch, proj[:, first:last])
+            packed_product(u, rows_of(mixer.proj, first, last), scratch, proj[:, first:last])
         attention.append(
-            proj, mixer.q_norm, mixer.k_norm, call.cos, call.sin, kv.codes, kv.scales, call.table, start, None,
+            proj, mixer.q_norm, mixer.k_norm, block.cos, block.sin, kv.codes, kv.scales, table, block.start, None,
             heads=self.config.num_attention_heads, eps=self.eps,
         )  # fmt: skip
 
@@ -369,8 +396,13 @@ class FusedPrefill:
             positions = torch.arange(start, start + rows, device=self.device)
         config = self.config
         cos, sin = rope_tables(positions, config.rotary_dim, config.rope_theta, config.mrope_section)
-        route = attention.Route.of(start, rows, self._views.attention.attention.q.shape[0], self.fused)
-        return _Chunk(rows, slot, start, table, cos, sin, route)
+        capacity, blocks = self._views.attention.attention.q.shape[0], []
+        for first in range(0, rows, work.block):
+            part = slice(first, min(first + work.block, rows))
+            count, at = part.stop - first, start + first
+            route = attention.Route.of(at, count, capacity, self.fused)
+            blocks.append(_Block(first, count, at, cos[part], sin[part], route))
+        return _Chunk(rows, slot, table, blocks)
 
     def _embed(self, tokens: Tensor, embeddings: tuple[Tensor, Tensor] | None, x: Tensor) -> None:
         embed_rows(self.weights.embedding, tokens.to(device=self.device, dtype=torch.int32), x)
@@ -378,31 +410,33 @@ class FusedPrefill:
             places, features = embeddings
             x.index_copy_(0, torch.as_tensor(places, dtype=torch.int64, device=self.device), features.to(x))
 
-    def _mixer(self, mixer: PackedGdn | PackedAttention, store: DeltaState | KVLayer, call: _Chunk) -> None:
-        """The mixer of the rows in `work.u`, and its output projection to `work.out`."""
-        work, config, rows = self.work, self.config, call.rows
-        u, out = work.u[:rows], work.out[:rows]
+    def _mixer(
+        self, mixer: PackedGdn | PackedAttention, store: DeltaState | KVLayer, call: _Chunk, block: _Block
+    ) -> None:
+        """The mixer of a block of the rows in `work.u`, and its output projection to `work.out`."""
+        work, config, rows = self.work, self.config, block.rows
+        u, out = (t[block.first : block.first + rows] for t in (work.u, work.out))
         if isinstance(mixer, PackedGdn):
             assert isinstance(store, DeltaState)
             g = self._views.gdn(rows)
             packed_product(u, mixer.proj, work.scratch, g.proj)
             product(u, mixer.side, g.ab)
             gated_delta_chunk(
-                g.proj, g.ab, mixer.taps, mixer.a_log, mixer.dt_bias, mixer.norm, store, call.slot, call.start,
+                g.proj, g.ab, mixer.taps, mixer.a_log, mixer.dt_bias, mixer.norm, store, call.slot, block.start,
                 g.delta, g.mixed, eps=self.eps,
             )  # fmt: skip
             packed_product(g.mixed, mixer.output, work.scratch, out)
             return
         assert isinstance(store, KVLayer)
-        buffers, heads, lead = self._views.attention, config.num_attention_heads, call.route.lead
+        buffers, heads, lead = self._views.attention, config.num_attention_heads, block.route.lead
         proj, mixed, own = buffers.proj[:rows], buffers.mixed[:rows], buffers.attention
         packed_product(u, mixer.proj, work.scratch, proj)
         attention.append(
-            proj, mixer.q_norm, mixer.k_norm, call.cos, call.sin, store.codes, store.scales, call.table, call.start,
+            proj, mixer.q_norm, mixer.k_norm, block.cos, block.sin, store.codes, store.scales, call.table, block.start,
             own.q[lead : lead + rows], heads=heads, eps=self.eps,
         )  # fmt: skip
         attention.attention_chunk(
-            proj, store.codes, store.scales, call.table, call.start, own, mixed, heads=heads, route=call.route
+            proj, store.codes, store.scales, call.table, block.start, own, mixed, heads=heads, route=block.route
         )
         packed_product(mixed, mixer.output, work.scratch, out)
 

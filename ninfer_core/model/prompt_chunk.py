@@ -22,8 +22,8 @@ class PromptChunk:
     """A chunk between two layers. Its rows are in the state of the layers that have run, and in no other.
 
     Args:
-        layers: runs one layer at each step; what the last one gives are the hidden rows.
-        costs: of each layer, in operations.
+        layers: runs one layer at each step, or a part of one; what the last gives are the hidden rows.
+        costs: of each step, in operations.
     """
 
     def __init__(self, layers: Iterator[Tensor | None], costs: Sequence[float]) -> None:
@@ -33,11 +33,11 @@ class PromptChunk:
 
     @property
     def left(self) -> Sequence[float]:
-        """Operations of the layers that have not run."""
+        """Operations of the steps that have not run."""
         return self._costs[self._done :]
 
     def advance(self) -> None:
-        """Run the next layer."""
+        """Run the next step."""
         self._hidden = next(self._layers)
         self._done += 1
 
@@ -48,15 +48,16 @@ class PromptChunk:
         return self._hidden
 
     def finish(self) -> Tensor:
-        """Run all layers that are left; `hidden`."""
+        """Run all steps that are left; `hidden`."""
         while self.left:
             self.advance()
         return self.hidden
 
 
-def layer_operations(config: ModelConfig, start: int, rows: int) -> list[float]:
-    """About the multiplications and additions of every layer for the rows of tokens `start .. start + rows - 1`.
+def layer_operations(config: ModelConfig, start: int, rows: int, block: int | None = None) -> list[float]:
+    """About the multiplications and additions of every step for the rows of tokens `start .. start + rows - 1`.
 
+    A step is a layer; with `block` one that attends has a step for as many rows, and its MLP belongs to the last one.
     They tell layers apart, not machines: attention costs the more the more tokens lie before, the rest never does.
     """
     hidden = config.hidden_size
@@ -65,14 +66,18 @@ def layer_operations(config: ModelConfig, start: int, rows: int) -> list[float]:
         mlp = hidden * (3 * inner + config.num_experts)
     else:
         mlp = 3 * hidden * config.intermediate_size
-    gdn = hidden * (config.conv_channels + 2 * config.gdn_value_width) + mlp
-    attention = hidden * (3 * config.query_width + 2 * config.kv_width) + mlp
-    pairs = rows * (start + rows / 2) * 2 * config.query_width
-    full = set(config.attention_layers)
-    return [
-        2.0 * (max(rows, LEAST) * attention + pairs) if i in full else 2.0 * max(rows, LEAST) * gdn
-        for i in range(config.num_hidden_layers)
-    ]
+    gdn = hidden * (config.conv_channels + 2 * config.gdn_value_width)
+    attention = hidden * (3 * config.query_width + 2 * config.kv_width)
+    steps, full = [], set(config.attention_layers)
+    for layer in range(config.num_hidden_layers):
+        for first in range(0, rows, block or rows) if layer in full else ():
+            count = min(rows - first, block or rows)
+            pairs = count * (start + first + count / 2) * 2 * config.query_width
+            last = first + count == rows
+            steps.append(2.0 * (max(count, LEAST) * attention + pairs + last * max(rows, LEAST) * mlp))
+        if layer not in full:
+            steps.append(2.0 * max(rows, LEAST) * (gdn + mlp))
+    return steps
 
 
 class PromptReader(ABC, Generic[Held]):

@@ -31,7 +31,8 @@ class EngineOptions:
     adaptive_drafts: draft less deep where that is faster, by measured times (the more sequences, the dearer rows); a
     sequence for which drafting does not pay goes on without it, and tries again later.
     kv_cache: element type of the KV cache. prefill_chunk: prompt tokens per step, a multiple of 64;
-    "auto" is 256 on the CPU, and on a GPU the longest of 8,192, 4,096 and 2,048 that costs no context.
+    "auto" is 256 on the CPU, and on a GPU the longest of 16,384 (experts only), 8,192, 4,096 and
+    2,048 that costs no context.
     prefix_cache: keep what was read and written for later prompts that begin the same; a number is the room kept for
     that beside the running requests, in tokens (True: one context). checkpoints: states kept at most; "auto" is some
     per sequence, as memory allows. cache_answers: keep states behind answers too. These were made by decoding, so a

@@ -103,7 +103,7 @@ def choose_chunk(
         limit = min(limit, options.context_length)
     kept = KEPT if options.checkpoints == "auto" else options.checkpoints
     slots = options.max_sequences + (kept if options.prefix_cache else 0)
-    return of(chunk_for(of, budget - vision_bytes, limit, slots))
+    return of(chunk_for(config, of, budget - vision_bytes, limit, slots))
 
 
 def plan(

@@ -110,7 +110,10 @@ def test_show_says_what_a_gpu_needs(cli) -> None:
 
 
 def test_show_describes_published_models_that_are_not_installed(cli) -> None:
-    for name, stored in (("qwen3.6:27b", 17_482_342_304), ("Qwen/Qwen3.6-35B-A3B", 22_360_205_000)):
+    for name, stored, chunk in (
+        ("qwen3.6:27b", 17_482_342_304, 8192),
+        ("Qwen/Qwen3.6-35B-A3B", 22_360_205_000, 16_384),
+    ):
         result = cli("show", name, "--json")
         assert "is not installed" in result.stderr
         facts = json.loads(result.stdout)
@@ -120,7 +123,7 @@ def test_show_describes_published_models_that_are_not_installed(cli) -> None:
         assert by_context[262_144] < 31.5e9
         longest = {card["name"]: card["longest"] for card in facts["memory"]["cards"]}
         assert longest["32 GB"] == longest["80 GB"] == 262_144
-        assert {card["name"]: card["chunk"] for card in facts["memory"]["cards"]} == dict.fromkeys(longest, 8192) | {
+        assert {card["name"]: card["chunk"] for card in facts["memory"]["cards"]} == dict.fromkeys(longest, chunk) | {
             "24 GB": 2048
         }
     assert "not installed" in cli("show", "qwen3.6:27b").stdout

@@ -188,4 +188,7 @@ def test_operations_tell_layers_apart(name):
     for i, (first, later) in enumerate(zip(shallow, deep, strict=True)):
         more = 2 * 2048 * 100_000 * 2 * config.query_width if i in config.attention_layers else 0
         assert later - first == pytest.approx(more)
+    blocks = layer_operations(config, 100_000, 2048, 1536)
+    assert len(blocks) == len(deep) + len(config.attention_layers) and sum(blocks) == pytest.approx(sum(deep), rel=0.02)
+    assert max(blocks) < max(deep), "a long layer has several steps"
     assert layer_operations(config, 0, LEAST)[0] == layer_operations(config, 0, 1)[0] == shallow[0] / 2048 * LEAST

@@ -85,18 +85,19 @@ def test_the_longest_chunk_that_costs_no_context(name):
         foot = choose_chunk(config, made, of, budget=int(budget))
         return foot.chunk, plan(config, made, foot, budget=int(budget))
 
-    assert chosen(CARD + 9e9)[0] == 8192
+    most = footprint.chunks_of(config)[0]
+    assert chosen(CARD + 9e9)[0] == most == (16_384 if config.is_moe else 8192)
     for gb in range(18, 40):
-        chunk, budget = chunk_for(of, int(gb * 1e9), 262_144, 2), int(gb * 1e9)
+        chunk, budget = chunk_for(config, of, int(gb * 1e9), 262_144, 2), int(gb * 1e9)
         best = of(2048).longest(budget, 262_144, 2)
         assert of(chunk).longest(budget, 262_144, 2) == best
-        longer = [c for c in footprint.CHUNKS if c > chunk]
+        longer = [c for c in footprint.chunks_of(config) if c > chunk]
         assert all(of(c).longest(budget, 262_144, 2) < best or not best for c in longer)
     tight = of(2048).total(262_144, 5) + 1
     chunk, made = chosen(tight)
     assert (chunk, made.context_length, made.checkpoints) == (2048, 262_144, 4)
     assert "workspace of a prompt chunk of 2,048 tokens" in made.table() and made.nbytes <= tight
-    assert chosen(tight, context_length=65_536)[0] == 8192
+    assert chosen(tight, context_length=65_536)[0] == most
     assert chosen(tight, prefill_chunk=512)[0] == 512
     assert chosen(of(4096).total(262_144, 5) + 1)[0] == 4096
 

@@ -22,9 +22,11 @@ from ninfer_core.kernels._tiles_prefill import Grouped
 from ninfer_core.kernels.attention import attention_chunk
 from ninfer_core.kernels.gated_delta import chunked_delta
 from ninfer_core.kernels.rope import rope_tables
+from ninfer_core.model import fused_prefill, prompt_chunk
 from ninfer_core.model.decoder import Decoder
 from ninfer_core.model.fused_prefill import FusedPrefill, prefill_bytes
 from ninfer_core.model.mtp import MTP
+from ninfer_core.model.prompt_chunk import layer_operations
 from ninfer_core.packed import random_packed, reference_weights
 from ninfer_core.state import DeltaState, FusedState, KVLayer, State
 from tests.kernels.interpreter import run
@@ -68,7 +70,7 @@ def opened(fmt):
     near(out, x.float() @ values.T, BF16, "product")
 
 
-def experts(up_fmt, down_fmt):
+def experts(up_fmt, down_fmt, up_tile=Grouped(32, 16, 4, 1), down_tile=Grouped(32, 16, 4, 1)):
     rows, count, active, width, inner = 21, 4, 2, 64, 64
     up, up_values = matrix(count * 2 * inner, width, up_fmt)
     down, down_values = matrix(count * width, inner, down_fmt)
@@ -78,7 +80,7 @@ def experts(up_fmt, down_fmt):
     slots = moe_prefill.slots(width, "cpu")
     by_slot = torch.empty_like(x)
     by_slot[:, slots] = x
-    routing = moe_prefill.Routing.empty(rows, count, active, 16, "cpu")
+    routing = moe_prefill.Routing.empty(rows, count, active, up_tile.tokens, "cpu")
     moe_prefill.route(logits, torch.zeros(count, dtype=torch.int32), routing, count, active)
     best, chosen = torch.sort(logits[:, :count], descending=True, stable=True)
     best, chosen = best[:, :active].softmax(-1), chosen[:, :active]
@@ -87,8 +89,8 @@ def experts(up_fmt, down_fmt):
     place = routing.place.view(rows, active).long()
     assert torch.equal(place.flatten().sort().values, torch.arange(rows * active)), "every pair has its own place"
     h, y = empty(rows * active, inner), empty(rows * active, width)
-    moe_prefill.expert_gate_up(up, by_slot, routing, h, Grouped(32, 16, 4, 1))
-    moe_prefill.expert_down(down, h, routing, y, Grouped(32, 16, 4, 1))
+    moe_prefill.expert_gate_up(up, by_slot, routing, h, up_tile)
+    moe_prefill.expert_down(down, h, routing, y, down_tile)
     both = torch.einsum("tsie,te->tsi", up_values.view(count, 2 * inner, width)[chosen], x.float())
     hidden = silu(both[..., :inner]) * both[..., inner:]
     near(h[place][..., slots], hidden, PRODUCTS, "inner rows")
@@ -271,7 +273,7 @@ def joined():
 def model(moe, *plan, kv="int8"):
     """A whole small model: hidden rows and everything the state holds, against the torch path.
 
-    Between the layers of a chunk the draft layer reads rows of another sequence.
+    Between the steps of a chunk the draft layer reads rows of another sequence.
     """
     sizes = {
         "num_experts": 4,
@@ -301,9 +303,12 @@ def model(moe, *plan, kv="int8"):
     for size in plan:
         part = tokens[at : at + size]
         chunk = run.begin(fused, part, 1, at, table)
-        assert len(chunk.left) == 2 and chunk.left[1] > 0
-        chunk.advance()
-        run.fill_drafts(fused, other, hidden, 0, aside)
+        steps = 1 + -(-size // fused_prefill.BLOCK)
+        assert len(chunk.left) == steps and min(chunk.left) > 0
+        assert abs(sum(chunk.left) / sum(layer_operations(config, at, size)) - 1) < 1e-9
+        while len(chunk.left) > 1:
+            chunk.advance()
+            run.fill_drafts(fused, other, hidden, 0, aside)
         found.append(chunk.finish())
         expected.append(decoder.prefill(plain, part, 1, at, table))
         run.fill_drafts(fused, part, expected[-1], at, table)
@@ -317,6 +322,12 @@ def model(moe, *plan, kv="int8"):
         near(*(opened_pages(x) for x in (a, b)), PRODUCTS, what)
 
 
+def in_blocks(*plan):
+    """As `model`, with blocks that a chunk does not fit into."""
+    with mock.patch.multiple(fused_prefill, BLOCK=4), mock.patch.multiple(prompt_chunk, LEAST=1):
+        model(True, *plan)
+
+
 def opened_pages(kv):
     """The keys and values of all pages."""
     groups = kv.codes.float().unflatten(-1, (-1, 64))
@@ -327,6 +338,7 @@ CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
     "experts Q4 Q5": (experts, "Q4", "Q5"),
     "experts Q5 Q6": (experts, "Q5", "Q6"),
     "experts W8 W8": (experts, "W8", "W8"),
+    "experts, narrow last tiles": (experts, "Q4", "Q5", Grouped(32, 16, 4, 1, 3), Grouped(32, 8, 4, 1, 2)),
     "rows": (rows,),
     "inverse": (inverse,),
     "delta 1": (delta, 1),
@@ -339,6 +351,7 @@ CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
     "attention padded": (padded, 4, 2, 30, 8, 50),
     "joined": (joined,),
     "sparse model": (model, True, 4),
+    "sparse model in blocks": (in_blocks, 6),
     "dense model, bf16 pages": (partial(model, kv="bf16"), False, 6, 3),
 }
 

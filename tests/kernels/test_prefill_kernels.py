@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 from tests.kernels.programs import interpreted, lines
 
 CASES = (
-    "opened W8", "opened Q4", "opened Q5", "opened Q6", "experts Q4 Q5", "experts Q5 Q6", "experts W8 W8", "rows",
-    "inverse", "delta 1", "delta 63 and 2", "delta 64 and 65", "attention 1", "attention 63, 2", "attention 64, 66",
-    "attention bf16", "attention padded", "joined", "sparse model", "dense model, bf16 pages",
+    "opened W8", "opened Q4", "opened Q5", "opened Q6", "experts Q4 Q5", "experts Q5 Q6", "experts W8 W8",
+    "experts, narrow last tiles", "rows", "inverse", "delta 1", "delta 63 and 2", "delta 64 and 65", "attention 1",
+    "attention 63, 2", "attention 64, 66", "attention bf16", "attention padded", "joined", "sparse model",
+    "sparse model in blocks", "dense model, bf16 pages",
 )  # fmt: skip
 BLOCK_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory of one block in KB."""
