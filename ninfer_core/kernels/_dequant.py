@@ -240,12 +240,18 @@ def load_unit(w, wh, ws, index, FMT: tl.constexpr, PTX: tl.constexpr):
     `w`, `wh`, `ws` are pointers [X, 32] of each lane's first unit: with constant distances a load needs no arithmetic.
     """
     words = load_four(w + index * 128, WEIGHT4, PTX)
+    return words, load_high(wh, index, FMT, PTX), load_one(ws + index * 8, WEIGHT1, PTX)
+
+
+@triton.jit
+def load_high(wh, index, FMT: tl.constexpr, PTX: tl.constexpr):
+    """The high words of `load_unit`."""
     high = ()
     if FMT == 5:
         high = (load_one(wh + index * 32, WEIGHT1, PTX),)
     if FMT == 6:
         high = load_two(wh + index * 64, WEIGHT2, PTX)
-    return words, high, load_one(ws + index * 8, WEIGHT1, PTX)
+    return high
 
 
 @triton.jit

@@ -9,9 +9,11 @@ from ._dequant import (
     FRESH1,
     FRESH2,
     FRESH4,
+    WEIGHT1,
     add_unit,
     code_factor,
     load_four,
+    load_high,
     load_one,
     load_two,
     load_unit,
@@ -20,10 +22,12 @@ from ._dequant import (
     rows_max,
     rows_sum,
     silu,
+    store_one,
     sum_warps,
     unit_pointers,
     unpack_scales,
 )
+from ._room import ask_words, own_words
 from .linear_decode import fresh, load_units
 
 LIST = tl.constexpr(64)
@@ -35,106 +39,99 @@ ITEM = tl.constexpr(8)
 
 
 @triton.jit
-def sort_neighbours(ranks, ids, FIRST: tl.constexpr):
-    """One pass of a stable sort, larger ranks first: places FIRST and FIRST + 1, and so on, change where they must."""
-    N: tl.constexpr = len(ranks)
+def sort_neighbours(keys, FIRST: tl.constexpr):
+    """One pass of a sort, larger keys first: places FIRST and FIRST + 1, and so on, change where they must."""
+    N: tl.constexpr = len(keys)
     found = ()
-    names = ()
     for j in tl.static_range(N):
         if j >= FIRST and (j - FIRST) % 2 == 0 and j + 1 < N:
-            change = ranks[j] < ranks[j + 1]
-            found = found + (tl.maximum(ranks[j], ranks[j + 1]),)  # noqa: RUF005
-            names = names + (tl.where(change, ids[j + 1], ids[j]),)  # noqa: RUF005
+            found = found + (tl.maximum(keys[j], keys[j + 1]),)  # noqa: RUF005
         elif j > FIRST and (j - FIRST) % 2 == 1:
-            change = ranks[j - 1] < ranks[j]
-            found = found + (tl.minimum(ranks[j - 1], ranks[j]),)  # noqa: RUF005
-            names = names + (tl.where(change, ids[j - 1], ids[j]),)  # noqa: RUF005
+            found = found + (tl.minimum(keys[j - 1], keys[j]),)  # noqa: RUF005
         else:
-            found = found + (ranks[j],)  # noqa: RUF005
-            names = names + (ids[j],)  # noqa: RUF005
-    return found, names
+            found = found + (keys[j],)  # noqa: RUF005
+    return found
 
 
 @triton.jit
-def sorted_experts(logits, t, rows, OP: tl.constexpr, E: tl.constexpr, PTX: tl.constexpr):
-    """Logits of rows `t` [L] as order-keeping int32 and their ids: [L, 32] a lane's E / 32 of them, the best first.
+def expert_keys(logits, t, rows, OP: tl.constexpr, E: tl.constexpr, PTX: tl.constexpr):
+    """Order-keeping int32 keys of the logits of rows `t` [L]: [L, 32] a lane's E / 32 of them, the best first.
 
-    Order: logit descending, then id ascending. Rows from `rows` on repeat the last.
+    A key ends in its expert's number, so that no two are equal and one maximum finds value and expert: order is by the
+    logit without as many of its last bits as the number takes (8 for 256 experts: 2^-16 of the value), the lower expert
+    before the higher. Rows from `rows` on repeat the last.
     """
+    WHOLE: tl.constexpr = triton.next_power_of_2(E)
+    N: tl.constexpr = (E + 31) // 32
     lane = tl.arange(0, 32)[None, :]
     line = logits + tl.minimum(t, rows - 1)[:, None] * (E + 1) + lane
-    N: tl.constexpr = (E + 31) // 32
-    ranks = ()
-    ids = ()
+    keys = ()
     for j in tl.static_range(N):
         if E % 32 == 0:
             bits = load_one(line + j * 32, OP, PTX).to(tl.int32, bitcast=True)
         else:  # lanes past the last expert read the shared expert's gate, and drop it
             bits = load_one(line + tl.minimum(j * 32, E - lane), OP, PTX).to(tl.int32, bitcast=True)
         rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        ranks = ranks + (tl.where(j * 32 + lane < E, rank, -2147483648),)  # noqa: RUF005
-        ids = ids + (tl.minimum(j * 32 + lane, E - 1) + tl.zeros_like(rank),)  # noqa: RUF005
+        key = (rank & -WHOLE) | (WHOLE - 1 - j * 32 - lane)
+        keys = keys + (tl.where(j * 32 + lane < E, key, -2147483648),)  # noqa: RUF005
     for n in tl.static_range(N):
         if N > 1:
-            ranks, ids = sort_neighbours(ranks, ids, n % 2)
-    return ranks, ids
+            keys = sort_neighbours(keys, n % 2)
+    return keys
 
 
 @triton.jit
-def best_expert(ranks, ids, E: tl.constexpr):
-    """The best of all lanes' first: its rank and id, [L] each."""
-    best = tl.max(ranks[0], 1)
-    return best, tl.min(tl.where(ranks[0] == best[:, None], ids[0], E - 1), 1)
+def expert_in(key, E: tl.constexpr):
+    """The expert that a key ends in."""
+    WHOLE: tl.constexpr = triton.next_power_of_2(E)
+    return WHOLE - 1 - (key & (WHOLE - 1))
 
 
 @triton.jit
-def without_expert(ranks, ids, at, E: tl.constexpr):
-    """`ranks`, `ids` where expert `at` [L] is gone: its lane's others move up."""
-    gone = ids[0] == at[:, None]
-    N: tl.constexpr = len(ranks)
+def without_key(keys, best):
+    """`keys` where the largest of a line, `best` [L], is gone: its lane's others move up."""
+    gone = keys[0] == best[:, None]
+    N: tl.constexpr = len(keys)
     left = ()
-    names = ()
     for j in tl.static_range(N):
         if j + 1 < N:
-            left = left + (tl.where(gone, ranks[j + 1], ranks[j]),)  # noqa: RUF005
-            names = names + (tl.where(gone, ids[j + 1], ids[j]),)  # noqa: RUF005
+            left = left + (tl.where(gone, keys[j + 1], keys[j]),)  # noqa: RUF005
         else:
-            left = left + (tl.where(gone, -2147483648, ranks[j]),)  # noqa: RUF005
-            names = names + (tl.where(gone, E - 1, ids[j]),)  # noqa: RUF005
-    return left, names
+            left = left + (tl.where(gone, -2147483648, keys[j]),)  # noqa: RUF005
+    return left
 
 
 @triton.jit
 def top_experts(logits, t, rows, OP: tl.constexpr, E: tl.constexpr, TOPK: tl.constexpr, PTX: tl.constexpr):
-    """Top `TOPK` of `E` logits of rows `t` [L], each within its warp: tuples of [L] vectors (ids int32, raw logits)."""
-    ranks, ids = sorted_experts(logits, t, rows, OP, E, PTX)
+    """Top `TOPK` of `E` logits of rows `t` [L], each within its warp: tuples of ids [L] and logits [L, 32], all equal."""
+    keys = expert_keys(logits, t, rows, OP, E, PTX)
+    line = logits + (tl.minimum(t, rows - 1) * (E + 1))[:, None] + tl.arange(0, 32)[None, :] * 0
     found = ()
     chosen = ()
     for s in tl.static_range(TOPK):
-        best, at = best_expert(ranks, ids, E)
+        best = tl.max(keys[0], 1)
         if s + 1 < TOPK:
-            ranks, ids = without_expert(ranks, ids, at, E)
+            keys = without_key(keys, best)
+        at = expert_in(best, E)
         found = found + (at,)  # noqa: RUF005
-        chosen = chosen + ((best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True),)  # noqa: RUF005
+        chosen = chosen + (load_one(line + at[:, None], OP, PTX),)  # noqa: RUF005
     return found, chosen
 
 
 @triton.jit
 def expert_of(logits, t, rows, slot, OP: tl.constexpr, E: tl.constexpr, PTX: tl.constexpr):
     """`top_experts(..)[0][slot]` of rows `t` [L], with no more turns than `slot` (a number) needs."""
-    ranks, ids = sorted_experts(logits, t, rows, OP, E, PTX)
+    keys = expert_keys(logits, t, rows, OP, E, PTX)
     turn = 0
     while turn < slot:
-        _best, at = best_expert(ranks, ids, E)
-        ranks, ids = without_expert(ranks, ids, at, E)
+        keys = without_key(keys, tl.max(keys[0], 1))
         turn += 1
-    _best, at = best_expert(ranks, ids, E)
-    return at
+    return expert_in(tl.max(keys[0], 1), E)
 
 
 @triton.jit
 def shares_of(chosen, TOPK: tl.constexpr):
-    """Softmax over the chosen logits, largest first: a tuple of [L]."""
+    """Softmax over the chosen logits, largest first: a tuple like theirs."""
     total = tl.zeros_like(chosen[0])
     for s in tl.static_range(TOPK):
         total += tl.exp(chosen[s] - chosen[0])
@@ -145,12 +142,26 @@ def shares_of(chosen, TOPK: tl.constexpr):
 
 
 @triton.jit
-def element(values, slot, TOPK: tl.constexpr):
-    """values[slot] of a tuple of vectors, `slot` known only at run time (a number or a vector)."""
+def of_slot(values, slot, TOPK: tl.constexpr):
+    """values[slot] of a tuple, elementwise by `slot`."""
     found = values[0]
     for s in tl.static_range(1, TOPK):
         found = tl.where(slot == s, values[s], found)
     return found
+
+
+@triton.jit
+def store_choice(ids, weights, found, shares, t, live, TOPK: tl.constexpr, PTX: tl.constexpr):
+    """Ids and weights of rows `t` [L] where `live`: lane s stores those of slot s."""
+    lane = tl.arange(0, 32)[None, :]
+    names = found[0][:, None] + lane * 0
+    for s in tl.static_range(1, TOPK):
+        names = tl.where(lane == s, found[s][:, None], names)
+    inside = live[:, None] & (lane < TOPK)
+    at = t[:, None] * TOPK + tl.minimum(lane, TOPK - 1)
+    numbers = ids.to(tl.pointer_type(tl.float32), bitcast=True)
+    store_one(numbers + at, names.to(tl.float32, bitcast=True), inside, PTX)
+    store_one(weights + at, of_slot(shares, lane + t[:, None] * 0, TOPK), inside, PTX)
 
 
 @triton.jit
@@ -235,6 +246,31 @@ def inner_units(w, wh, ws, tile, first, lane, U: tl.constexpr, S: tl.constexpr, 
         for r in tl.static_range(2):
             units = units + (load_unit(wp, hp, sp, r * U + i * STEP, FMT, PTX),)  # noqa: RUF005
     return units
+
+
+@triton.jit
+def ask_inner_units(at, w, wh, ws, tile, lane, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr,
+                    PTX: tl.constexpr):  # fmt: skip
+    """`inner_units` from the first on, words on their way into the room at `at`, the rest in registers."""
+    wp, hp, sp = unit_pointers(w, wh, ws, tile * U, lane, FMT)
+    units = ()
+    for i in tl.static_range(S):
+        for r in tl.static_range(2):
+            index = r * U + i
+            words = ask_words(at + (i * 2 + r) * (X * 512), wp + index * 128, PTX)
+            high = load_high(hp, index, FMT, PTX)
+            units = units + ((words, high, load_one(sp + index * 8, WEIGHT1, PTX)),)  # noqa: RUF005
+    return units
+
+
+@triton.jit
+def own_inner_units(at, units, X: tl.constexpr, PTX: tl.constexpr):
+    """`units` of `ask_inner_units` once they have come, as `inner_units`."""
+    found = ()
+    for i in tl.static_range(len(units)):
+        words, high, scales = units[i]
+        found = found + ((own_words(at + i * (X * 512), words, PTX), high, scales),)  # noqa: RUF005
+    return found
 
 
 @triton.jit

@@ -100,3 +100,19 @@ def take_floats(at):
         "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [at],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def ask_words(at, p, PTX: tl.constexpr):
+    """Start to bring a lane's four words behind `p` to the address `at` of its own: no register waits for them."""
+    if PTX:
+        copy_four(at, p, PTX)
+        return ()
+    else:
+        return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
+
+
+@triton.jit
+def own_words(at, asked, PTX: tl.constexpr):
+    """What `ask_words` asked for, behind `wait_for_copies`; no other thread reads it, so there is no barrier."""
+    return take_words(at) if PTX else asked

@@ -88,6 +88,7 @@ class Family(NamedTuple):
     router_blocks: int = 1
     side: int = 2
     early: bool = False
+    row_ahead: bool = True
 
 
 ESTIMATED = "nothing of this kind: as on one H200, with fewer bytes under way for its lower bandwidth a multiprocessor"

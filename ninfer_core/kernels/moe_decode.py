@@ -33,22 +33,30 @@ from ._experts import (
     ITEM,
     LIST,
     PAIRS,
-    element,
+    ask_inner_units,
     expert_of,
     gathered_pointers,
     inner_columns,
     inner_sums,
     inner_units,
     item_tile,
+    of_slot,
+    own_inner_units,
     pair_tile,
     row_columns,
     row_squares,
     shared_rows,
     shares_of,
+    store_choice,
     top_experts,
 )
 from ._order import Activation, KernelMatrix
+from ._room import room, room_of, wait_for_copies
 from .linear_decode import fresh, linear_kernel, norm_gains, side_programs, side_words
+
+
+ROOM = room(32 * 1024)
+"""Words that wait for the kernel in front: four units of two row tiles for each of eight warps."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -59,10 +67,7 @@ def choose_kernel(
     t = tl.program_id(0) + tl.arange(0, 1)
     wait_for_inputs(PDL)
     found, chosen = top_experts(logits, t, rows, FRESH1, E, TOPK, PTX)
-    shares = shares_of(chosen, TOPK)
-    for s in tl.static_range(TOPK):
-        tl.store(ids + t * TOPK + s, found[s])
-        tl.store(weights + t * TOPK + s, shares[s])
+    store_choice(ids, weights, found, shares_of(chosen, TOPK), t, t >= 0, TOPK, PTX)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -117,10 +122,7 @@ def pair_gate_up_kernel(
             L: tl.constexpr = 8 if X < 8 else X
             t = tl.arange(0, L) % 8
             found, chosen = top_experts(logits, t, rows, FRESH1, E, TOPK, PTX)
-            shares = shares_of(chosen, TOPK)
-            for s in tl.static_range(TOPK):
-                tl.store(ids + t * TOPK + s, found[s], mask=t < rows)
-                tl.store(weights + t * TOPK + s, shares[s], mask=t < rows)
+            store_choice(ids, weights, found, shares_of(chosen, TOPK), t, t < rows, TOPK, PTX)
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
     else:
         t = index // TOPK
@@ -226,7 +228,9 @@ def expert_down_kernel(
     """Programs (group of 32 outputs, row): residual + sum_s weight_s down_e(s) h_s + sigmoid(gate) * shared.
 
     A warp owns a chosen expert (X = TOPK) and a share of the shared expert's K. Grouped: results come from `y`. With
-    `CHOOSES` a program finds its row's experts before the wait; many rows' programs start late and read them.
+    `CHOOSES` a program finds its row's experts and asks for their weights before the wait, the first `S` units' into
+    its room: in registers all of them would leave no place beside a program of the launch in front. Many rows' programs
+    start late and read what was chosen.
     """
     G32: tl.constexpr = INTER // 32
     pid = tl.program_id(0)
@@ -252,26 +256,33 @@ def expert_down_kernel(
     else:
         shared_tile = pid * 2 + warp * 0
         own = rows * TOPK + t + warp * 0 + lane * 0
+        acc = fresh(2, X)
         if CHOOSES:
+            at = room_of(ROOM, PTX, X) + warp * 512 + lane * 16
             shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
-            slot = tl.arange(0, X)
-            found, chosen = top_experts(logits, slot * 0 + t, rows, EARLY1, E, TOPK, PTX)
-            share = element(shares_of(chosen, TOPK), slot, TOPK)[:, None]
-            tile = element(found, slot, TOPK)[:, None] * (N // 16) + pid * 2
-            units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
+            found, chosen = top_experts(logits, tl.arange(0, X) * 0 + t, rows, EARLY1, E, TOPK, PTX)
+            own_expert = found[0][:, None] + lane * 0
+            for s in tl.static_range(1, TOPK):
+                own_expert = tl.where(warp == s, found[s][:, None], own_expert)
+            tile = own_expert * (N // 16) + pid * 2
+            asked = ask_inner_units(at, w, wh, ws, tile, lane, U, S, FMT, X, PTX)
+            units = inner_units(w, wh, ws, tile, S, lane, U, U - S, 1, FMT, PTX)
+            share = of_slot(shares_of(chosen, TOPK), warp + lane * 0, TOPK)
             wait_for_inputs(PDL)
             shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
+            loaded = inner_columns(hq, hs, pair, pair, pair, 0, lane, G32, S, 1, FMT, 1, PTX)
+            wait_for_copies(PTX)
+            acc = inner_sums(acc, own_inner_units(at, asked, X, PTX), loaded, S, X, FMT, 1, PTX)
+            loaded = inner_columns(hq, hs, pair, pair, pair, S, lane, G32, U - S, 1, FMT, 1, PTX)
+            acc = inner_sums(acc, units, loaded, U - S, X, FMT, 1, PTX)
         else:
             wait_for_inputs(PDL)
             tile = load_one(ids + pair, FRESH1, PTX) * (N // 16) + pid * 2
             share = load_one(weights + pair, FRESH1, PTX)
-            units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
-        loaded = inner_columns(hq, hs, pair, pair, pair, 0, lane, G32, S, 1, FMT, 1, PTX)
-        acc = inner_sums(fresh(2, X), units, loaded, S, X, FMT, 1, PTX)
-        for c in tl.static_range(1, U // S):
-            units = inner_units(w, wh, ws, tile, c * S, lane, U, S, 1, FMT, PTX)
-            loaded = inner_columns(hq, hs, pair, pair, pair, c * S, lane, G32, S, 1, FMT, 1, PTX)
-            acc = inner_sums(acc, units, loaded, S, X, FMT, 1, PTX)
+            for c in tl.static_range(U // S):
+                units = inner_units(w, wh, ws, tile, c * S, lane, U, S, 1, FMT, PTX)
+                loaded = inner_columns(hq, hs, pair, pair, pair, c * S, lane, G32, S, 1, FMT, 1, PTX)
+                acc = inner_sums(acc, units, loaded, S, X, FMT, 1, PTX)
         if not CHOOSES:
             shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
             shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
@@ -445,7 +456,7 @@ def expert_gate_up(
     if rows <= 8:
         pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
             matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, rows, eps,
-            E=experts, LOADED=rows == 1, **shape,
+            E=experts, LOADED=rows == 1 and _tiles.family(logits).row_ahead, **shape,
             **_tiles.launch(logits, tile.warps, bounds.up_row if rows == 1 else bounds.up_pairs),
         )  # fmt: skip
         return
@@ -496,6 +507,6 @@ def expert_down(
         matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, ids, weights, logits,
         h.y, x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,
         E=experts, TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code,
-        S=matrix.groups if rows == 1 else some, X=top_k, CHOOSES=rows <= 2, GROUPED=grouped,
+        S=min(matrix.groups // 2, 32 // top_k) if rows <= 2 else some, X=top_k, CHOOSES=rows <= 2, GROUPED=grouped,
         **_tiles.launch(x, top_k, None if grouped else bounds.down_row if rows == 1 else bounds.down_pairs, leads=True),
     )  # fmt: skip

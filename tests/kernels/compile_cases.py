@@ -217,7 +217,7 @@ def expert_cases(full: bool):
         yield f"experts rows {fmt}", moe_decode.expert_rows_kernel, warps, WORDS, down
         for rows in (1, 2, 8, 16) if full else (1, 8, 16):
             yield f"experts down {fmt} R={rows}", moe_decode.expert_down_kernel, warps, WORDS, down | {
-                "E": 256, "S": units if rows == 1 else min(4, units), "CHOOSES": rows <= 2, "GROUPED": rows > 8,
+                "E": 256, "S": min(4, units // 2) if rows <= 2 else min(2, units), "CHOOSES": rows <= 2, "GROUPED": rows > 8,
             }  # fmt: skip
 
 
