@@ -103,7 +103,7 @@ def without_key(keys, best):
 
 @triton.jit
 def top_experts(logits, t, rows, OP: tl.constexpr, E: tl.constexpr, TOPK: tl.constexpr, PTX: tl.constexpr):
-    """Top `TOPK` of `E` logits of rows `t` [L], each within its warp: tuples of ids [L] and logits [L, 32], all equal."""
+    """Top `TOPK` of `E` logits of rows `t` [L], each within its warp: tuples of ids [L], logits [L, 32] (all one)."""
     keys = expert_keys(logits, t, rows, OP, E, PTX)
     line = logits + (tl.minimum(t, rows - 1) * (E + 1))[:, None] + tl.arange(0, 32)[None, :] * 0
     found = ()

@@ -54,7 +54,6 @@ from ._order import Activation, KernelMatrix
 from ._room import room, room_of, wait_for_copies
 from .linear_decode import fresh, linear_kernel, norm_gains, side_programs, side_words
 
-
 ROOM = room(32 * 1024)
 """Words that wait for the kernel in front: four units of two row tiles for each of eight warps."""
 

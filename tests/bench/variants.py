@@ -28,12 +28,20 @@ from tests.bench.common import Record
 from tests.bench.kernel_checks import CHECKS, faults
 from tests.bench.kernel_inputs import read_bandwidth
 
+BOUNDS = ExpertRegisters()
 FAMILY = {
     "default": {},
     "late": {"early": False},
     "free registers": {"registers": None},
-    "experts free": {"expert_registers": ExpertRegisters(*[None] * 6)},
-    "experts 96": {"expert_registers": ExpertRegisters(*[96] * 6)},
+    "down 128": {"expert_registers": BOUNDS._replace(down_row=128)},
+    "down 144": {"expert_registers": BOUNDS._replace(down_row=144)},
+    "down 160": {"expert_registers": BOUNDS._replace(down_row=160)},
+    "up 112": {"expert_registers": BOUNDS._replace(up_row=112)},
+    "up 112, down 128": {"expert_registers": BOUNDS._replace(up_row=112, down_row=128)},
+    "up 96, down 160": {"expert_registers": BOUNDS._replace(up_row=96, down_row=160)},
+    "up free": {"expert_registers": BOUNDS._replace(up_row=None)},
+    "row behind": {"row_ahead": False},
+    "row behind, down 128": {"row_ahead": False, "expert_registers": BOUNDS._replace(down_row=128)},
     "out 2 8 16": {"residual": Tile(2, 8, 16)},
     "out 2 8 8": {"residual": Tile(2, 8, 8)},
     "out 2 4 16": {"residual": Tile(2, 4, 16)},
@@ -56,7 +64,7 @@ LOADS = {
     "plain loads": "",
 }
 """Qualifiers of weight loads; a process of its own each, as kernels keep the first they saw."""
-FIRST = ("default", "late", *LOADS, "free registers", "out 2 8 16")
+FIRST = ("default", *(name for name in FAMILY if name.startswith(("down", "up 1", "up 96", "up free", "row"))), "late")
 """What answers the open questions; everything else comes behind the contexts and routings."""
 CONTEXTS = (7_680, 130_048, 260_096)
 ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}
