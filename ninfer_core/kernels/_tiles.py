@@ -89,6 +89,7 @@ class Family(NamedTuple):
     side: int = 2
     early: bool = False
     row_ahead: bool = True
+    choosing: int = 2
 
 
 ESTIMATED = "nothing of this kind: as on one H200, with fewer bytes under way for its lower bandwidth a multiprocessor"

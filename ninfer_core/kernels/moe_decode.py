@@ -493,6 +493,7 @@ def expert_down(
     if top_k & (top_k - 1) or matrix.columns // 32 % top_k or width // 32 % top_k:
         raise ValueError(f"{top_k} warps do not divide {matrix.columns} by {width} weights into whole groups of 32")
     grouped = rows > 8
+    chooses = rows <= _tiles.family(x).choosing
     bounds = _tiles.family(x).expert_registers
     some = _tiles.expert_steps(matrix, 1)
     if grouped:
@@ -506,6 +507,6 @@ def expert_down(
         matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, ids, weights, logits,
         h.y, x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,
         E=experts, TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code,
-        S=min(matrix.groups // 2, 32 // top_k) if rows <= 2 else some, X=top_k, CHOOSES=rows <= 2, GROUPED=grouped,
-        **_tiles.launch(x, top_k, None if grouped else bounds.down_row if rows == 1 else bounds.down_pairs, leads=True),
+        S=min(matrix.groups // 2, 32 // top_k) if chooses else some, X=top_k, CHOOSES=chooses, GROUPED=grouped,
+        **_tiles.launch(x, top_k, None if grouped else bounds.down_row if chooses else bounds.down_pairs, leads=True),
     )  # fmt: skip

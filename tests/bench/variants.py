@@ -39,6 +39,12 @@ FAMILY = {
     "up 112": {"expert_registers": BOUNDS._replace(up_row=112)},
     "up 112, down 128": {"expert_registers": BOUNDS._replace(up_row=112, down_row=128)},
     "up 96, down 160": {"expert_registers": BOUNDS._replace(up_row=96, down_row=160)},
+    "down chooses 4": {"choosing": 4},
+    "down chooses 4, 128": {"choosing": 4, "expert_registers": BOUNDS._replace(down_row=128)},
+    "down chooses 4, 128, up 96": {
+        "choosing": 4,
+        "expert_registers": BOUNDS._replace(up_row=112, up_pairs=96, down_row=128),
+    },
     "up free": {"expert_registers": BOUNDS._replace(up_row=None)},
     "row behind": {"row_ahead": False},
     "row behind, down 128": {"row_ahead": False, "expert_registers": BOUNDS._replace(down_row=128)},
