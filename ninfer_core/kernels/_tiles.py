@@ -61,7 +61,7 @@ class ExpertRegisters(NamedTuple):
     up_items: int | None = 80
     down_row: int | None = None
     down_pairs: int | None = None
-    down_items: int | None = None
+    down_items: int | None = 80
 
 
 class Family(NamedTuple):
@@ -87,6 +87,7 @@ class Family(NamedTuple):
     blocks: int = 4
     router_blocks: int = 1
     side: int = 2
+    item_share: int = 4
     early: bool = False
     row_ahead: bool = True
     choosing: int = 2
