@@ -15,11 +15,15 @@ from ._order import KernelMatrix
 
 
 class Tile(NamedTuple):
-    """Row tiles of 16 in a program, steps (units of K) a warp has in flight, warps that share K."""
+    """Row tiles of 16 in a program, steps (units of K) a warp has in flight, warps that share K.
+
+    `parts`: programs that share K of a group of rows; see `_parts.py`.
+    """
 
     tiles: int
     steps: int
     warps: int
+    parts: int = 1
 
 
 def steps(units: int, warps: int, most: int, multiple: int = 1) -> int:
@@ -37,6 +41,17 @@ def warps(units: int, most: int) -> int:
     while count < most and units % (count * 2) == 0:
         count *= 2
     return count
+
+
+def parts(units: int, most: int) -> int:
+    """Most parts, at most `most`, into which `units` divide."""
+    return next(n for n in range(most, 0, -1) if units % n == 0)
+
+
+def uneven(groups: int, tensor: torch.Tensor) -> bool:
+    """Whether the busiest multiprocessor has a tenth more of `groups` programs than if they divided evenly."""
+    count = processors(tensor.device)
+    return 10 * -(-groups // count) * count > 11 * groups
 
 
 def blocks(rows: int, most: int = 4) -> int:
@@ -67,22 +82,26 @@ class ExpertRegisters(NamedTuple):
 class Family(NamedTuple):
     """What is fixed for a kind of card. Tiles name the most steps and warps; a matrix's K may allow fewer.
 
-    `long`: a projection whose K takes more than two stages of `projection`. `expert_steps`: most steps of the routed
-    experts with more than one row, whose programs are many. `expert_registers`, `registers`: bounds for the routed
-    experts, and for other kernels of at most eight rows, so that more programs fit at once. `early`: see
-    `_dequant.wait_for_inputs`. `measured`: on what, or how else chosen.
+    `long`: a projection whose K takes more than two stages of `projection`. `shared`: a projection with the residual in
+    a packed format, or with `shared_dense` in any, whose groups of 32 are uneven on the card; `shared_registers` bounds
+    it. `expert_steps`: most steps of the routed experts with more than one row, whose programs are many.
+    `expert_registers`, `registers`: bounds for the routed experts, and for other kernels of at most eight rows, so that
+    more programs fit at once. `early`: see `_dequant.wait_for_inputs`. `measured`: on what, or how else chosen.
     """
 
     measured: str
     projection: Tile = Tile(2, 8, 4)
     long: Tile = Tile(1, 10, 4)
     residual: Tile = Tile(2, 16, 8)
+    shared: Tile = Tile(2, 2, 4, 4)
+    shared_dense: bool = False
     router: Tile = Tile(1, 16, 4)
     experts: Tile = Tile(2, 4, 8)
-    mlp: Tile = Tile(4, 5, 8)
+    mlp: Tile = Tile(4, 5, 8, 5)
     expert_steps: int = 2
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
+    shared_registers: int | None = 96
     few_sequences: int = 4
     blocks: int = 4
     router_blocks: int = 1
@@ -134,21 +153,42 @@ def projection_registers(matrix: KernelMatrix, tile: Tile, rows: int) -> int | N
     return family(matrix.words).registers if rows <= 8 else 168  # three programs on a multiprocessor
 
 
-def residual(matrix: KernelMatrix, rows: int) -> Tile:
-    """Tile of a projection with the residual: 32 rows, the group of the epilogue."""
-    most, dense = family(matrix.words).residual, matrix.format == "W8"
+LEAST = 64 << 10
+"""Bytes of a group that several programs share; of fewer the hand-over takes as long as it saves."""
+
+
+def residual(matrix: KernelMatrix, rows: int, heads: bool = False) -> Tile:
+    """Tile of a projection with the residual: 32 rows, the group of the epilogue. `heads`: a factor per head of 128."""
+    most, dense = family(matrix.words), matrix.format == "W8"
+    groups = matrix.rows // 32
+    if (most.shared_dense or not dense) and matrix.nbytes >= groups * LEAST and uneven(groups, matrix.words):
+        tile = shared(matrix, most.shared, rows, heads)
+        if tile.parts > 1:
+            return tile
     multiple = 4 if dense else 2
-    count = warps(matrix.groups // multiple, most.warps)
+    count = warps(matrix.groups // multiple, most.residual.warps)
     if dense:
-        ahead = most.steps if rows <= 8 else 4
+        ahead = most.residual.steps if rows <= 8 else 4
     else:
         ahead = 4 if rows == 1 else 2
     return Tile(2, steps(matrix.groups, count, ahead, multiple), count)
 
 
-def residual_registers(matrix: KernelMatrix, rows: int) -> int | None:
-    """Bound on its registers: in packed formats two programs then fit on a multiprocessor."""
-    return family(matrix.words).registers if matrix.format != "W8" and rows <= 8 else None
+def shared(matrix: KernelMatrix, most: Tile, rows: int, heads: bool) -> Tile:
+    """Tile of a projection whose K several programs share: as `most`, where K divides so. Its steps need not divide."""
+    run = (4 if matrix.format == "W8" else 2) if heads else 1
+    runs = matrix.groups // run
+    count = parts(runs, most.parts)
+    size = warps(runs // count, most.warps)
+    each = runs // (count * size)
+    return Tile(2, run * min(each, max(1, (most.steps if rows <= 8 else 2) // run)), size, count)
+
+
+def residual_registers(matrix: KernelMatrix, tile: Tile, rows: int) -> int | None:
+    """Bound on its registers: in packed formats two programs then fit on a multiprocessor, of shared groups five."""
+    if rows > 8 or (tile.parts == 1 and matrix.format == "W8"):
+        return None
+    return family(matrix.words).shared_registers if tile.parts > 1 else family(matrix.words).registers
 
 
 def head(matrix: KernelMatrix) -> Tile:
@@ -188,10 +228,21 @@ def expert_steps(matrix: KernelMatrix, warps: int) -> int:
 
 
 def mlp(matrix: KernelMatrix, rows: int) -> Tile:
-    """Tile of the dense gate/up: 32 gate and 32 up rows."""
+    """Tile of the dense gate/up: 32 gate and 32 up rows; its parts are those of a group left over."""
     most = family(matrix.words).mlp
     count = warps(matrix.groups, most.warps)
-    return Tile(4, steps(matrix.groups, count, most.steps if rows <= 8 else 1), count)
+    shares = parts(matrix.groups // count, most.parts)
+    return Tile(4, steps(matrix.groups, count, most.steps if rows <= 8 else 1), count, shares)
+
+
+def whole(groups: int, tile: Tile, tensor: torch.Tensor) -> int:
+    """Groups of the dense gate/up with a program of their own: all, or as many as divide evenly among multiprocessors.
+
+    The others are shared where that leaves a multiprocessor at most one part more.
+    """
+    count = processors(tensor.device)
+    rest = groups % count
+    return groups - rest if rest < groups and tile.parts > 1 and rest * tile.parts <= count else groups
 
 
 def mlp_registers(matrix: KernelMatrix, rows: int) -> int | None:
@@ -217,7 +268,12 @@ def attention_rows(rows: int, codes: torch.Tensor) -> int:
 
 def most_splits(device: torch.device, kv_heads: int) -> int:
     """`attention_splits` of this card."""
-    return attention_splits(kv_heads, _processors(device.index or 0) if device.type == "cuda" else MULTIPROCESSORS)
+    return attention_splits(kv_heads, processors(device))
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the card; those of the one that sizes are described for, where there is none."""
+    return _processors(device.index or 0) if device.type == "cuda" else MULTIPROCESSORS
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Triton decode projections: packed weights times int8 activation rows, 1 to 64 rows, plain or residual epilogue.
+"""Triton decode projections: packed weights times int8 activation rows, 1 to 64 rows; residual_decode.py adds them up.
 
 One program owns some output rows over all of K and a block of eight activation rows, so each result is one fixed sum:
 its bits depend neither on the other rows of the call nor on their number. The weights of the first units are requested
@@ -13,7 +13,6 @@ import triton.language as tl
 
 from . import _tiles
 from ._dequant import (
-    EARLY1,
     FRESH1,
     FRESH2,
     FRESH4,
@@ -27,8 +26,6 @@ from ._dequant import (
     load_one,
     load_two,
     load_unit,
-    rows_sum,
-    store_lanes,
     store_one,
     sum_warps,
     unit_pointers,
@@ -130,15 +127,19 @@ def tile_products(
     w, wh, ws, tile, q, s, ss, stride, eps,
     TILES: tl.constexpr, NB: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr = 0,
 ):  # fmt: skip
     """Sums over K of row tiles tile..tile+TILES-1 with `NB` activation blocks, `stride` groups of 32 apart.
 
-    `R`: live rows of a single block, rounded up to 1, 4 or 8; 8 with several.
-    Also a tuple of `lane_squares` per block, where `PARTS` is not 0.
+    `R`: live rows of a single block, rounded up to 1, 4 or 8; 8 with several. `SHARE`: units of K from where the
+    pointers stand, not all `U`; a warp's share need not divide into stages. Also a tuple of `lane_squares` per block,
+    where `PARTS` is not 0.
     """
     # With a factor per head a warp takes whole heads: 128 of K are four units of 32 or two of 64.
     RUN: tl.constexpr = (4 if FMT == 8 else 2) if HEADS else 1
-    STAGES: tl.constexpr = U // (X * S)
+    EACH: tl.constexpr = (SHARE if SHARE else U) // X
+    STAGES: tl.constexpr = EACH // S
+    TAIL: tl.constexpr = EACH - STAGES * S  # steps that remain
     HIGH: tl.constexpr = 64 if FMT == 6 else 32
     HALVES: tl.constexpr = 1 if FMT == 8 else 2
     AHEAD: tl.constexpr = S * X  # units from one stage to the next
@@ -163,9 +164,16 @@ def tile_products(
                 acc, units, qp + c * AHEAD * HALVES * 64, xp + c * AHEAD * HALVES * 8, ss, stride, c * S, lane, eps,
                 TILES, NB, S, FMT, HEADS, X, RUN, R, PTX,
             )  # fmt: skip
+        if TAIL:
+            END: tl.constexpr = STAGES * AHEAD
+            rest = load_units(wp + END * 128, hp + END * HIGH, sp + END * 8, TILES, U, TAIL, FMT, X, RUN, PTX)
+            acc = add_stage(
+                acc, rest, qp + END * HALVES * 64, xp + END * HALVES * 8, ss, stride, STAGES * S, lane, eps,
+                TILES, NB, TAIL, FMT, HEADS, X, RUN, R, PTX,
+            )  # fmt: skip
     else:
-        for c in range(STAGES):
-            # The next stage is on its way while this one is multiplied; the last turn asks for its own again.
+        for c in range(STAGES - 1 if TAIL else STAGES):
+            # The next stage is on its way while this one is multiplied; a last turn asks for its own again.
             step = tl.where(c + 1 < STAGES, AHEAD, 0)
             wp += step * 128
             hp += step * HIGH
@@ -175,7 +183,35 @@ def tile_products(
             qp += AHEAD * HALVES * 64
             xp += AHEAD * HALVES * 8
             units = following
+        if TAIL:
+            rest = load_units(
+                wp + AHEAD * 128, hp + AHEAD * HIGH, sp + AHEAD * 8, TILES, U, TAIL, FMT, X, RUN, PTX
+            )  # fmt: skip
+            acc = add_stage(
+                acc, units, qp, xp, ss, stride, (STAGES - 1) * S, lane, eps, TILES, NB, S, FMT, HEADS, X, RUN, R, PTX
+            )
+            acc = add_stage(
+                acc, rest, qp + AHEAD * HALVES * 64, xp + AHEAD * HALVES * 8, ss, stride, STAGES * S, lane, eps,
+                TILES, NB, TAIL, FMT, HEADS, X, RUN, R, PTX,
+            )  # fmt: skip
     return acc, squares
+
+
+@triton.jit
+def part_products(
+    w, wh, ws, tile, q, s, ss, part, stride, eps,
+    TILES: tl.constexpr, NB: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`tile_products` over part `part` of `PARTS` of K."""
+    SHARE: tl.constexpr = U // PARTS
+    GROUPS: tl.constexpr = SHARE * (1 if FMT == 8 else 2)  # of 32, four to a head
+    acc, _squares = tile_products(
+        w + part * (SHARE * 128), wh + part * (SHARE * (64 if FMT == 6 else 32)), ws + part * (SHARE * 8), tile,
+        q + part * (GROUPS * 64), s + part * (GROUPS * 8), ss + part * (GROUPS * 8), stride, eps,
+        TILES, NB, U, S, FMT, HEADS, 0, X, R, PTX, PDL, SHARE,
+    )  # fmt: skip
+    return acc
 
 
 @triton.jit
@@ -326,75 +362,6 @@ def norm_gains(norm, group):
     return gains
 
 
-@triton.jit
-def early_rows(x, block, rows, group, N: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr):
-    """The residual of a group of 32 values and a block of rows in lane form: eight [32], before the wait."""
-    lane = tl.arange(0, 32)
-    t0 = block * 8 + (lane % 4) * 2
-    values = ()
-    for i in tl.static_range(4):
-        for e in tl.static_range(2):
-            if e == 1 and R == 1:
-                values = values + (values[2 * i],)  # noqa: RUF005
-            else:
-                at = tl.minimum(t0 + e, rows - 1) * N + group * 32 + i * 8 + lane // 4
-                values = values + (load_one(x + at, EARLY1, PTX),)  # noqa: RUF005
-    return values
-
-
-@triton.jit
-def finish_residual(
-    y, old, gains, x_out, u_out, q_out, s_out, ss_out, block, rows, group, N: tl.constexpr, R: tl.constexpr
-):  # fmt: skip
-    """Add two row tiles (lane form) to the residual `old`; store it and its int8 group, unnormalised."""
-    lane = tl.arange(0, 32)
-    t0 = block * 8 + (lane % 4) * 2
-    u = ()
-    even = tl.zeros([32], tl.float32)
-    odd = tl.zeros([32], tl.float32)
-    for i in tl.static_range(4):
-        n = group * 32 + i * 8 + lane // 4
-        for e in tl.static_range(2):
-            value = old[2 * i + e] + y[i // 2][(i % 2) * 2 + e]
-            if e < R:
-                live = t0 + e < rows
-                tl.store(x_out + (t0 + e) * N + n, value, mask=live)
-                tl.store(u_out + (t0 + e) * N + n, value * gains[i], mask=live)
-            u = u + (value * gains[i],)  # noqa: RUF005
-            if e == 0:
-                even = tl.fma(value, value, even)
-            else:
-                odd = tl.fma(value, value, odd)
-    store_lanes(u, q_out, s_out, group, block, rows, N // 32, R)
-    at = (block * (N // 32) + group) * 8 + (lane % 4) * 2
-    tl.store(ss_out + at, rows_sum(even), mask=(t0 < rows) & (lane < 4))
-    if R > 1:
-        tl.store(ss_out + at + 1, rows_sum(odd), mask=(t0 + 1 < rows) & (lane < 4))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def linear_residual_kernel(
-    w, wh, ws, xq, xs, ss, x, norm, x_out, u_out, q_out, s_out, ss_out, rows, eps,
-    N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """x_out = x + w @ a (fp32), and the int8 groups of x_out * (1 + norm): one program owns one group of 32."""
-    G32: tl.constexpr = K // 32
-    pid = tl.program_id(0)
-    first = tl.program_id(1) * NB
-    gains = norm_gains(norm, pid)
-    old = ()
-    for b in tl.static_range(NB):
-        old = old + (early_rows(x, first + b, rows, pid, N, R, PTX),)  # noqa: RUF005
-    acc, _squares = tile_products(
-        w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), ss + first * (PARTS * 8), G32, eps,
-        2, NB, U, S, FMT, HEADS, 0, X, R, PTX, PDL,
-    )  # fmt: skip
-    for b in tl.static_range(NB):
-        y = sum_warps(of_block(acc, b, 2, NB), R)
-        finish_residual(y, old[b], gains, x_out, u_out, q_out, s_out, ss_out, first + b, rows, pid, N, R)
-
-
 def side_words(side: torch.Tensor) -> torch.Tensor:
     """Rows of bf16 [M, K] as pairs, int32 [M, K / 2].
 
@@ -447,32 +414,3 @@ def project(
         **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, rows), leads=True),
     )  # fmt: skip
     return out
-
-
-def project_residual(
-    matrix: KernelMatrix,
-    a: Activation,
-    x: torch.Tensor,
-    next_norm: torch.Tensor,
-    x_out: torch.Tensor,
-    u_out: torch.Tensor,
-    a_out: Activation,
-    *,
-    eps: float = 1e-6,
-    norm: str = "none",
-    tile: _tiles.Tile | None = None,
-) -> None:
-    """x_out [T, N] = x + matrix times `a`; u_out = x_out * (1 + next_norm) and its int8 form in `a_out`.
-
-    `x` is read while the launch in front still runs: it must be the work of an earlier one.
-    """
-    rows = x.shape[0]
-    tile = tile or _tiles.residual(matrix, rows)
-    blocks = _tiles.blocks(rows)
-    linear_residual_kernel[(matrix.rows // 32, triton.cdiv(rows, 8 * blocks))](
-        matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, x, next_norm, x_out, u_out,
-        a_out.q.view(torch.int8), a_out.s, a_out.ss, rows, eps,
-        N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
-        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
-        **_tiles.launch(x, tile.warps, _tiles.residual_registers(matrix, rows), leads=rows == 1),
-    )  # fmt: skip

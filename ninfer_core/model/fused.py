@@ -15,16 +15,18 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import InvalidRequestError
-from ..footprint import FEWEST_SPLITS, PAGE, attention_parts, splits_of
+from ..footprint import FEWEST_SPLITS, PAGE, SHARED_PARTS, attention_parts, splits_of
 from ..kernels._order import Activation
+from ..kernels._parts import PartialSums
 from ..kernels._tiles import most_splits
 from ..kernels.attention_decode import AttentionWorkspace, attention, pages_of
 from ..kernels.embedding_decode import embed
 from ..kernels.gated_delta_decode import gated_delta
 from ..kernels.head_decode import Candidates, greedy, head
-from ..kernels.linear_decode import project, project_residual
+from ..kernels.linear_decode import project
 from ..kernels.mlp_decode import gate_up
 from ..kernels.moe_decode import ExpertRows, expert_down, expert_gate_up, route_and_shared
+from ..kernels.residual_decode import project_residual
 from ..kernels.rows_decode import draft_input, finish_rows, quantize_rows, rope_rows, rope_turns
 from ..packed import PackedAttention, PackedGdn, PackedLayer, PackedMoe, PackedWeights
 from ..state import RING, DeltaState, FusedState, KVLayer
@@ -109,6 +111,7 @@ class Workspace:
             self.shares = torch.zeros(rows, top_k, **f32)
         else:
             self.inner = Activation.empty(rows, config.intermediate_size, 1, device)
+        self.sums = PartialSums.empty(rows, hidden, SHARED_PARTS, device)
         self.cos, self.sin = torch.zeros(rows, 64, **f32), torch.zeros(rows, 64, **f32)
         self.logits = torch.zeros(rows, config.vocab_size, **f32)
         self.candidates = Candidates.empty(rows, config.vocab_size, device)
@@ -143,7 +146,7 @@ def _tensors(node: object) -> list[Tensor]:
         return [node]
     if isinstance(node, list):
         return [t for item in node for t in _tensors(item)]
-    if isinstance(node, Activation | ExpertRows | Candidates):
+    if isinstance(node, Activation | ExpertRows | Candidates | PartialSums):
         return [getattr(node, name) for name in node.__dataclass_fields__]
     return []
 
@@ -193,7 +196,7 @@ class FusedLayers:
                 call.tables, call.lengths, work.attention(rows, call.splits), mixed,
                 heads=self.config.num_attention_heads, eps=self.eps,
             )  # fmt: skip
-        project_residual(mixer.output, mixed, x, layer.post_norm, y, u, a, eps=self.eps, norm=norm)
+        project_residual(mixer.output, mixed, x, layer.post_norm, y, u, a, work.sums, eps=self.eps, norm=norm)
         self._ffn(layer, rows, next_norm)
 
     def _ffn(self, layer: PackedLayer, rows: int, next_norm: Tensor) -> None:
@@ -201,8 +204,8 @@ class FusedLayers:
         a, u, x, y = first_rows(work.a, rows), work.u[:rows], work.x[0][:rows], work.x[1][:rows]
         if not isinstance(ffn, PackedMoe):
             inner = first_rows(work.inner, rows)
-            gate_up(ffn.gate_up, a, rows, inner, eps=self.eps)
-            project_residual(ffn.down, inner, y, next_norm, x, u, a, eps=self.eps)
+            gate_up(ffn.gate_up, a, rows, inner, work.sums, eps=self.eps)
+            project_residual(ffn.down, inner, y, next_norm, x, u, a, work.sums, eps=self.eps)
             return
         logits, shared, ids, shares = work.router[:rows], work.shared[:rows], work.ids[:rows], work.shares[:rows]
         route_and_shared(ffn.shared_gate_up, ffn.router, a, u, shared, logits, eps=self.eps)
@@ -389,7 +392,7 @@ class FusedMTP:
         embed(self.weights.embedding, call.tokens, self.mtp.embedding_norm, x, u, a)
         pair = first_rows(work.pair, rows)
         draft_input(u, a, hidden, self.mtp.hidden_norm, pair, eps=eps)
-        project_residual(self.mtp.proj, pair, work.zero[:rows], self.mtp.layer.input_norm, x, u, a, eps=eps)
+        project_residual(self.mtp.proj, pair, work.zero[:rows], self.mtp.layer.input_norm, x, u, a, work.sums, eps=eps)
         self._layers.run(self.mtp.layer, state.mtp_kv[0], call, self.mtp.final_norm)
         count = rows if pick is None else pick.shape[0]
         finish_rows(u, a, first_rows(work.normed, count), work.h[:count], eps=eps, pick=pick)

@@ -11,7 +11,9 @@ from ninfer_core.kernels import gated_delta_decode as delta
 from ninfer_core.kernels import head_decode as heads
 from ninfer_core.kernels import linear_decode as linear
 from ninfer_core.kernels import moe_decode as moe
+from ninfer_core.kernels import residual_decode as residual
 from ninfer_core.kernels._order import Activation
+from ninfer_core.kernels._parts import PartialSums
 from tests.bench.kernel_inputs import DEVICE, graph_time, random_activation, random_matrix
 
 CONTEXT = 7680
@@ -61,6 +63,7 @@ class Chain:
         self.u = self.x[0].clone()
         self.a = random_activation(T, 2048)
         self.mid = random_activation(T, 4096)
+        self.sums = PartialSums.empty(T, 2048, 4, DEVICE)
         self.proj = torch.zeros(T, 12288, dtype=torch.bfloat16, device=DEVICE)
         self.attn = torch.zeros(T, 9216, dtype=torch.bfloat16, device=DEVICE)
         self.ab = torch.zeros(T, 64, device=DEVICE)
@@ -111,7 +114,7 @@ class Chain:
                 )  # fmt: skip
             if "o" in parts:
                 norm = "none" if w["attention"] else "head"
-                linear.project_residual(w["out"], self.mid, x, w["norm"], y, self.u, self.a, norm=norm)
+                residual.project_residual(w["out"], self.mid, x, w["norm"], y, self.u, self.a, self.sums, norm=norm)
             if "r" in parts:
                 moe.route_and_shared(w["shared_up"], w["router"], self.a, self.u, self.shared, self.logits)
             if "u" in parts:

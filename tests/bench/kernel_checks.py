@@ -12,7 +12,9 @@ from ninfer_core.kernels import head_decode as heads
 from ninfer_core.kernels import linear_decode as linear
 from ninfer_core.kernels import mlp_decode as mlp
 from ninfer_core.kernels import moe_decode as moe
+from ninfer_core.kernels import residual_decode as residual
 from ninfer_core.kernels._order import Activation, dequantize_rows_ref, pack_codes
+from ninfer_core.kernels._parts import PartialSums
 from ninfer_core.kernels.sampling import pick, uniform
 from ninfer_core.runtime.validation import SamplingParams
 from tests.bench.kernel_inputs import DEVICE, coded_matrix, part_of, random_activation, relative
@@ -326,27 +328,32 @@ def check_draw():
 
 
 def check_dense():
-    """SwiGLU of a dense MLP and its down projection with residual at 27B width, 1 to 64 rows."""
-    inner, width = 1024, 5120
+    """SwiGLU of a dense MLP and its down projection with residual at 27B width, 1 to 64 rows; groups whole and shared."""
+    inner, width = 3072, 5120
     codes = torch.randint(-8, 8, (2 * inner, width), device=DEVICE)
     scales = (torch.rand(2 * inner, width // 64, device=DEVICE) * 0.01).half()
     values = (codes.float().view(2 * inner, -1, 64) * scales.float()[..., None]).view(2 * inner, width)
     up = pack_codes(mlp.interleave_gate_up(codes), mlp.interleave_gate_up(scales), "Q4")
     down, down_values = coded_matrix(width, inner, "Q5")
-    a = random_activation(64, width)
+    a, sums = random_activation(64, width), PartialSums.empty(64, width, 4, DEVICE)
     x, norm = torch.randn(64, width, device=DEVICE), (torch.randn(width, device=DEVICE) * 0.1).bfloat16()
     y = (a.values(64) @ values.T) * torch.rsqrt(a.rows(64)[2].sum(1, keepdim=True) / width + 1e-6)
-    entry, whole = {"op": "dense"}, None
-    for T in (64, 8, 4, 1):
-        h, out = Activation.empty(T, inner, 1, DEVICE), Activation.empty(T, width, width // 32, DEVICE)
-        xo, uo = (torch.full((T, width), float("nan"), device=DEVICE) for _ in range(2))
-        mlp.gate_up(up, part_of(a, 0, T), T, h)
-        linear.project_residual(down, h, x[:T].contiguous(), norm, xo, uo, out)
-        if whole is None:
-            whole = (xo, h.rows(T)[0])
-            entry["h_int8"] = relative(h.values(T), torch.nn.functional.silu(y[:, :inner]) * y[:, inner:])
-            entry["x"] = relative(xo - x, h.values(T).double() @ down_values.double().T)
-        entry[f"bits {T}"] = torch.equal(xo, whole[0][:T]) and torch.equal(h.rows(T)[0], whole[1][:T])
+    entry = {"op": "dense"}
+    for name, up_tile, groups, down_tile in (
+        ("", None, None, None),
+        ("shared ", _tiles.Tile(4, 2, 8, 5), inner // 32 - 6, _tiles.Tile(2, 2, 4, 4)),
+    ):
+        whole = None
+        for T in (64, 9, 8, 4, 1):
+            h, out = Activation.empty(T, inner, 1, DEVICE), Activation.empty(T, width, width // 32, DEVICE)
+            xo, uo = (torch.full((T, width), float("nan"), device=DEVICE) for _ in range(2))
+            mlp.gate_up(up, part_of(a, 0, T), T, h, sums, tile=up_tile, whole=groups)
+            residual.project_residual(down, h, x[:T].contiguous(), norm, xo, uo, out, sums, tile=down_tile)
+            if whole is None:
+                whole = (xo, h.rows(T)[0])
+                entry[f"{name}h_int8"] = relative(h.values(T), torch.nn.functional.silu(y[:, :inner]) * y[:, inner:])
+                entry[f"{name}x"] = relative(xo - x, h.values(T).double() @ down_values.double().T)
+            entry[f"{name}bits {T}"] = torch.equal(xo, whole[0][:T]) and torch.equal(h.rows(T)[0], whole[1][:T])
     return entry
 
 

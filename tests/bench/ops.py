@@ -31,7 +31,9 @@ from ninfer_core.kernels import head_decode as heads
 from ninfer_core.kernels import linear_decode as linear
 from ninfer_core.kernels import mlp_decode as mlp
 from ninfer_core.kernels import moe_decode as moe
+from ninfer_core.kernels import residual_decode as residual
 from ninfer_core.kernels._order import Activation, KernelMatrix
+from ninfer_core.kernels._parts import PartialSums
 from ninfer_core.kernels._tiles import Tile
 from tests.bench.chain import CHAIN_ROWS, Chain, run_chain
 from tests.bench.kernel_checks import CHECKS, faults
@@ -80,6 +82,7 @@ class Role:
             "side": torch.empty(T, 64, device=DEVICE), "logits": torch.randn(T, 257, device=DEVICE),
             "shared": torch.randn(T, 1024, device=DEVICE), "x": torch.randn(T, min(self.rows, 8192), device=DEVICE),
         }  # fmt: skip
+        wide["sums"] = PartialSums.empty(T, 5120, 4, DEVICE)
         if self.kind in ("residual", "experts_down"):
             n = 2048 if self.kind == "experts_down" else self.rows
             wide |= {
@@ -111,12 +114,12 @@ class Role:
         elif self.kind == "head":
             heads.head(m, a, b["candidates"], b["vocabulary"], addressable=self.rows, tile=tile)
         elif self.kind == "mlp":
-            mlp.gate_up(m, a, len(b["u"]), b["inner"], tile=tile)
+            mlp.gate_up(m, a, len(b["u"]), b["inner"], b["sums"], tile=tile)
         elif self.kind == "side":
             linear.project(m, a, b["out"], u=b["u"], side=copy[1], side_out=b["side"], tile=tile)
         elif self.kind == "residual":
-            linear.project_residual(m, a, b["x"], b["norm"], b["xo"], b["uo"], b["ao"],
-                                    norm="none" if self.columns > 8192 else "head", tile=tile)  # fmt: skip
+            residual.project_residual(m, a, b["x"], b["norm"], b["xo"], b["uo"], b["ao"], b["sums"],
+                                      norm="none" if self.columns > 8192 else "head", tile=tile)  # fmt: skip
         elif self.kind == "router":
             moe.route_and_shared(m, copy[1], a, b["u"], b["shared"], b["logits"], tile=tile)
         elif self.kind == "experts_up":
@@ -266,7 +269,7 @@ def sweep(bandwidth, role):
 def registers():
     """Registers, spills and shared memory of every kernel compiled in this process."""
     found = []
-    modules = (linear, moe, mlp, delta, attention, heads, embedding)
+    modules = (linear, residual, moe, mlp, delta, attention, heads, embedding)
     for kernel in {k for m in modules for k in vars(m).values() if hasattr(k, "device_caches")}:
         for key, compiled in kernel.device_caches[0][0].items():
             if hasattr(compiled, "n_regs"):

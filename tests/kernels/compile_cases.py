@@ -26,16 +26,17 @@ from ninfer_core.kernels import (
     linear_decode,
     mlp_decode,
     moe_decode,
+    residual_decode,
     rows_decode,
 )
 
 TYPES = {
-    "*i32": "w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w items used "
+    "*i32": "arrived w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w items used "
     "lanes deltas table_rows scratch bad sampled results follow pick chain pattern drafts ahead "
     "orders masks tape",
     "*fp16": "scales",
     "*i8": "codes q_out",
-    "*fp32": "xs ss u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights y "
+    "*fp32": "xs ss sums u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights y "
     "ab a_log dt_bias s_ptr k_ptr e_ptr g_ptr cos sin best part_out part_max part_sum "
     "cos_out sin_out h_out hidden scratch_z",
     "*bf16": "out norm projected taps conv_ptr q_gain k_gain ring",
@@ -98,11 +99,11 @@ def linear(
     }  # fmt: skip
 
 
-def residual(fmt: int, n: int, k: int, steps: int, warps: int, heads: bool = False, rows: int = 4):
+def residual(fmt: int, n: int, k: int, steps: int, warps: int, heads: bool = False, rows: int = 4, parts: int = 1):
     """Constants of `linear_residual_kernel`."""
     return {
-        "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": k // 32, "HEADS": heads, "FMT": fmt, "S": steps,
-        "X": warps, "NB": 1, "R": rows,
+        "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "SQUARES": k // 32, "HEADS": heads, "FMT": fmt, "S": steps,
+        "X": warps, "PARTS": parts, "NB": 1, "R": rows,
     }  # fmt: skip
 
 
@@ -112,7 +113,10 @@ ATTENTION = dict.fromkeys(("projected", "q_gain", "k_gain", "codes", "scales"), 
     "code_bytes": "*i8", "scale_halves": "*fp16",
 }  # fmt: skip
 BF16_PAGES = ATTENTION | {"code_bytes": "*fp32", "scale_halves": "*i32"}
-ASK_EARLY = ("gdn in", "gdn in R=1", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts down 5 R=1", "gdn R=1", "gdn batch")
+ASK_EARLY = (
+    "gdn in", "gdn in R=1", "gdn out", "gdn out R=1", "down", "down R=1", "head", "dense gate/up", "experts down 5 R=1",
+    "gdn R=1", "gdn batch",
+)  # fmt: skip
 """Kernels whose weights or state are asked for before the kernel in front is done."""
 WORDS = {"hq": "*i32"}
 BYTES = {"hq": "*i8"}
@@ -128,21 +132,28 @@ def cases(full: bool = False):
         yield "gdn in", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 2048, 2, 8, 4, side=True)
         yield "gdn in R=1", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 2048, 2, 8, 4, side=True, rows=1)
         yield "gdn in 64", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 2048, 2, 8, 4, side=True, blocks=4)
-        yield "gdn out", linear_decode.linear_residual_kernel, 8, {}, residual(8, 2048, 4096, 8, 8, heads=True)
+        yield "gdn out", residual_decode.linear_residual_kernel, 8, {}, residual(8, 2048, 4096, 8, 8, heads=True)
         yield (
             "gdn out R=1",
-            linear_decode.linear_residual_kernel,
+            residual_decode.linear_residual_kernel,
             8,
             {},
             residual(8, 2048, 4096, 16, 8, heads=True, rows=1),
         )
-        yield "down 27B", linear_decode.linear_residual_kernel, 8, {}, residual(5, 5120, 17408, 2, 8)
+        for rows in (1, 4):
+            label = f"down{' R=1' if rows == 1 else ''}"
+            constants = residual(5, 5120, 17408, 2, 4, rows=rows, parts=4)
+            yield label, residual_decode.linear_residual_kernel, 4, {}, constants
     else:
         yield "gdn in", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 256, 2, 2, 4, side=True)
         yield "gdn in R=1", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 256, 2, 2, 4, side=True, rows=1)
         yield "gdn in 64", linear_decode.linear_kernel, 4, {}, linear(8, 12288, 256, 2, 1, 4, blocks=4)
-        yield "gdn out", linear_decode.linear_residual_kernel, 2, {}, residual(8, 2048, 256, 4, 2, heads=True)
-        yield "gdn out R=1", linear_decode.linear_residual_kernel, 2, {}, residual(8, 2048, 256, 4, 2, True, rows=1)
+        yield "gdn out", residual_decode.linear_residual_kernel, 2, {}, residual(8, 2048, 256, 4, 2, heads=True)
+        yield "gdn out R=1", residual_decode.linear_residual_kernel, 2, {}, residual(8, 2048, 256, 4, 2, True, rows=1)
+        for rows in (1, 4):
+            label = f"down{' R=1' if rows == 1 else ''}"
+            constants = residual(5, 5120, 3584, 2, 4, rows=rows, parts=2)
+            yield label, residual_decode.linear_residual_kernel, 4, {}, constants
     for label, fmt, rows in (("head", 6, 248320), ("draft head", 4, 131072)) if full else (("head", 6, 248320),):
         k, steps = (2048, 8) if full else (768, 1)  # three stages: the loop
         constants = linear(fmt, rows, k, 2, steps, 4)
@@ -153,7 +164,8 @@ def cases(full: bool = False):
     yield "embed", embedding_decode.embedding_kernel, 4, {"q_out": "*i32"}, {"U": 32, "K": 2048, "GROUPS": 8, "FMT": 6}
     k = 5120 if full else 512
     yield "dense gate/up", mlp_decode.gate_up_kernel, 8, {}, {
-        "INTER": 17408, "U": k // 64, "K": k, "PARTS": k // 32, "FMT": 4, "S": 2 if full else 1, "X": 8, "NB": 1, "R": 4,
+        "INTER": 17408, "U": k // 64, "K": k, "SQUARES": k // 32, "FMT": 4, "S": 5 if full else 1, "X": 8, "WHOLE": 528,
+        "PARTS": 5 if full else 1, "NB": 1, "R": 4,
     }  # fmt: skip
     yield from expert_cases(full)
     yield from round_cases(full)

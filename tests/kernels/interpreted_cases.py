@@ -20,8 +20,10 @@ from ninfer_core.kernels import (
     linear_decode,
     mlp_decode,
     moe_decode,
+    residual_decode,
 )
 from ninfer_core.kernels._order import GROUP, Activation, pack_codes, quantize_rows_ref
+from ninfer_core.kernels._parts import PartialSums
 from tests.kernels.interpreter import run
 
 NAN = float("nan")
@@ -98,15 +100,15 @@ def windows():
     weight, _ = matrix(64, 128, "Q5")
     norm = (torch.randn(64) * 0.1).bfloat16()
     every, x = activation(5, 128), torch.randn(5, 64)
-    found = []
+    none, found = PartialSums.empty(8, 64, 1, "cpu"), []
     for rows in (1, 3, 5):
         out, inner = torch.full((rows, 64), NAN), Activation.empty(rows, 32, 1, "cpu")
         linear_decode.project(weight, every, out)
         heads, logits = head_decode.Candidates.empty(rows, 64, "cpu"), torch.full((rows, 64), NAN)
         head_decode.head(weight, every, heads, logits, addressable=64)
-        mlp_decode.gate_up(weight, every, rows, inner)
+        mlp_decode.gate_up(weight, every, rows, inner, none)
         new, u, a = torch.full((rows, 64), NAN), torch.full((rows, 64), NAN), Activation.empty(rows, 64, 2, "cpu")
-        linear_decode.project_residual(weight, every, x[:rows], norm, new, u, a)
+        residual_decode.project_residual(weight, every, x[:rows], norm, new, u, a, none)
         found.append([t[0] for t in (out, logits, heads.value, heads.row, new, u, *inner.rows(1)[:2], *a.rows(1))])
     for other in found[1:]:
         for i, (one, more) in enumerate(zip(found[0], other, strict=True)):
@@ -118,7 +120,7 @@ def residual():
     a, x = activation(3, 128), torch.randn(3, 64)
     norm = (torch.randn(64) * 0.1).bfloat16()
     x_out, u_out, out = torch.full((3, 64), NAN), torch.full((3, 64), NAN), Activation.empty(3, 64, 2, "cpu")
-    linear_decode.project_residual(weight, a, x, norm, x_out, u_out, out)
+    residual_decode.project_residual(weight, a, x, norm, x_out, u_out, out, PartialSums.empty(8, 64, 1, "cpu"))
     near(x_out, x + a.values(3) @ values.T, EXACT, "x")
     same(u_out, x_out * (1 + norm.float()), "u")
     q, s, parts = out.rows(3)
@@ -126,6 +128,37 @@ def residual():
     same(q, words, "codes")
     near(s, scales, EXACT, "scales")
     near(parts.sum(1), (x_out**2).sum(1), EXACT, "sums of squares")
+
+
+def shared(fmt, columns, tile, heads):
+    """Several programs for each group: a row alone, in a window and in two blocks; stages with and without a remainder."""
+    weight, values = matrix(64, columns, fmt)
+    every, x = activation(11, columns), torch.randn(11, 64)
+    y = every.values(11)
+    if heads:
+        squares = every.rows(11)[2].view(11, -1, 4).sum(-1, keepdim=True)
+        y = (y.view(11, -1, 128) * torch.rsqrt(squares / 128 + 1e-6)).view(11, columns)
+    norm, sums, found = (torch.randn(64) * 0.1).bfloat16(), PartialSums.empty(11, 64, tile.parts, "cpu"), []
+    for rows in (11, 3, 1):
+        new, u, a = torch.full((rows, 64), NAN), torch.full((rows, 64), NAN), Activation.empty(rows, 64, 2, "cpu")
+        sums.values.fill_(NAN)
+        residual_decode.project_residual(
+            weight, every, x[:rows], norm, new, u, a, sums, norm="head" if heads else "none", tile=tile
+        )
+        assert not sums.arrived.any(), "counts are left behind"
+        near(new, x[:rows] + y[:rows] @ values.T, EXACT, f"{rows} rows")
+        found.append([t[:1] for t in (new, u, *a.rows(1))])
+    for other in found[1:]:
+        for i, (one, more) in enumerate(zip(found[0], other, strict=True)):
+            same(more, one, f"tensor {i}")
+    try:
+        residual_decode.project_residual(
+            weight, every, x, norm, x, x, a, PartialSums.empty(8, 64, tile.parts, "cpu"), tile=tile
+        )
+    except ValueError as error:
+        assert "give the workspace more parts" in str(error)
+    else:
+        raise AssertionError("more rows than there is room for")
 
 
 def experts(fmt_up, fmt_down, rows):
@@ -351,17 +384,26 @@ def attend(first, rows, most, int8, heads=2, kv_heads=1):
 
 
 def dense():
-    inner, width, rows = 64, 64, 3
-    codes, scales = torch.randint(-8, 8, (2 * inner, width)), (torch.rand(2 * inner, 1) * 0.1).half()
-    values = codes.float() * scales.float()
+    """Also with a group of two in parts, of a row alone and in two blocks."""
+    inner, width, rows = 64, 256, 9
+    codes, scales = torch.randint(-8, 8, (2 * inner, width)), (torch.rand(2 * inner, 4) * 0.1).half()
+    values = (codes.view(2 * inner, 4, 64) * scales.float()[..., None]).view(2 * inner, width)
     weight = pack_codes(mlp_decode.interleave_gate_up(codes), mlp_decode.interleave_gate_up(scales), "Q4")
-    a, out = activation(rows, width), Activation.empty(rows, inner, 1, "cpu")
-    mlp_decode.gate_up(weight, a, rows, out)
+    a, sums = activation(rows, width), PartialSums.empty(rows, 64, 2, "cpu")
     factor = torch.rsqrt(a.rows(rows)[2].sum(1, keepdim=True) / width + 1e-6)
     y = (a.values(rows) @ values.T) * factor
     words, expected = quantize_rows_ref(silu(y[:, :inner]) * y[:, inner:])
-    near(out.rows(rows)[1], expected, 1e-5, "scales")
-    assert (out.rows(rows)[0] != words).sum() <= 2, "codes"  # a value at a rounding border may fall either way
+    for tile, whole, count in ((None, None, 3), ((4, 2, 1, 2), 1, rows), ((4, 1, 2, 2), 1, 1), ((4, 1, 1, 4), 0, 1)):
+        if tile == (4, 1, 1, 4):
+            sums = PartialSums.empty(count, 128, 4, "cpu")
+        sums.values.fill_(NAN)
+        out = Activation.empty(count, inner, 1, "cpu")
+        made = None if tile is None else _tiles.Tile(*tile)
+        mlp_decode.gate_up(weight, a, count, out, sums, tile=made, whole=whole)
+        near(out.rows(count)[1], expected[:count], 1e-5, f"scales by {tile}")
+        # A value at a rounding border may fall either way.
+        assert (out.rows(count)[0] != words[:count]).sum() <= 2, f"codes by {tile}"
+        assert not sums.arrived.any(), "counts are left behind"
 
 
 def head():
@@ -402,6 +444,9 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "windows": (windows,),
     "side rows": (side_rows,),
     "residual": (residual,),
+    "shared": (shared, "Q5", 896, _tiles.Tile(2, 2, 1, 2), False),  # three stages and a step
+    "shared heads": (shared, "Q5", 768, _tiles.Tile(2, 4, 1, 2), True),  # a stage and two steps
+    "shared W8": (shared, "W8", 256, _tiles.Tile(2, 4, 1, 2), True),
     "experts Q4 Q5": (experts, "Q4", "Q5", 3),
     "experts W8 W8": (experts, "W8", "W8", 1),
     "experts Q4 Q6": (experts, "Q4", "Q6", 1),

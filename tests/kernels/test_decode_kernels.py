@@ -10,14 +10,14 @@ from tests.kernels.programs import interpreted, lines
 
 CASES = (
     "attention", "attention splits", "project W8", "windows", "gated delta", "gated delta batch", "attention bf16", "experts grouped", "project Q4",
-    "experts Q4 Q5", "project Q5", "side rows", "project Q6", "residual", "head", "expert ties", "embed W8",
-    "dense gate/up", "embed Q6",
+    "experts Q4 Q5", "project Q5", "side rows", "project Q6", "residual", "shared", "head", "expert ties", "embed W8",
+    "dense gate/up", "shared heads", "embed Q6", "shared W8",
 )  # fmt: skip
 """Two processes take every second one: each half takes about as long."""
 LONG_CASES = ("experts W8 W8", "experts Q4 Q6")
 """The same code in other formats; before a release."""
 PRODUCTS = {
-    "gdn in", "gdn in R=1", "gdn in 64", "gdn out", "gdn out R=1", "head", "dense gate/up", "experts up, a row", "experts up, pairs",
+    "gdn in", "gdn in R=1", "gdn in 64", "gdn out", "gdn out R=1", "down", "down R=1", "head", "dense gate/up", "experts up, a row", "experts up, pairs",
     "experts up, items", "experts rows 5", "experts down 5 R=1", "experts down 5 R=8", "attention INT8 R=1", "attention bf16 R=1",
 }  # fmt: skip
 """Kernels with matrix instructions, all operands in lane layout; the others leave layouts to the compiler."""
