@@ -107,6 +107,8 @@ class Family(NamedTuple):
     router_blocks: int = 1
     side: int = 2
     item_share: int = 4
+    many_steps: int = 8
+    many_registers: int = 168
     early: bool = False
     row_ahead: bool = True
     choosing: int = 2
@@ -138,7 +140,7 @@ def projection(matrix: KernelMatrix, rows: int = 1) -> Tile:
     count = warps(units, most.projection.warps)
     shape = most.long if is_long(matrix, most.projection) else most.projection
     tiles = shape.tiles if matrix.rows % (16 * shape.tiles) == 0 else 1
-    return Tile(tiles, steps(units, count, shape.steps if rows <= 8 else min(shape.steps, 8)), count)
+    return Tile(tiles, steps(units, count, shape.steps if rows <= 8 else min(shape.steps, most.many_steps)), count)
 
 
 def is_long(matrix: KernelMatrix, tile: Tile) -> bool:
@@ -150,7 +152,7 @@ def projection_registers(matrix: KernelMatrix, tile: Tile, rows: int) -> int | N
     """Bound on the registers of a projection; with more rows of packed formats, or a loop over K, it needs them all."""
     if tile.warps > 4 or is_long(matrix, tile) or (rows > 1 and matrix.format != "W8"):
         return None
-    return family(matrix.words).registers if rows <= 8 else 168  # three programs on a multiprocessor
+    return family(matrix.words).registers if rows <= 8 else family(matrix.words).many_registers
 
 
 LEAST = 64 << 10
@@ -191,11 +193,17 @@ def residual_registers(matrix: KernelMatrix, tile: Tile, rows: int) -> int | Non
     return family(matrix.words).shared_registers if tile.parts > 1 else family(matrix.words).registers
 
 
-def head(matrix: KernelMatrix) -> Tile:
-    """Tile of the output head: 32 rows; twice the warps where K is long."""
+def head(matrix: KernelMatrix, rows: int) -> Tile:
+    """Tile of the output head: 32 rows; twice the warps where K is long; else of many rows fewer steps."""
     most = family(matrix.words).projection
-    count = warps(matrix.groups, most.warps * (2 if is_long(matrix, most) else 1))
-    return Tile(2, steps(matrix.groups, count, most.steps), count)
+    long = is_long(matrix, most)
+    count = warps(matrix.groups, most.warps * (2 if long else 1))
+    return Tile(2, steps(matrix.groups, count, most.steps if rows <= 8 or long else 4), count)
+
+
+def head_registers(tile: Tile, blocks: int) -> int | None:
+    """Bound on its registers: with several blocks three or four programs then fit on a multiprocessor."""
+    return {4: 168, 2: 128}.get(blocks) if tile.warps <= 4 else None
 
 
 def router(matrix: KernelMatrix) -> Tile:

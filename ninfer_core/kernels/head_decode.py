@@ -23,10 +23,10 @@ def head_kernel(
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, LOGITS: tl.constexpr, FMT: tl.constexpr,
     S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (32 vocabulary rows, block): logits [T, N], largest value and its lowest row per program [T, N / 32]."""
+    """Programs (blocks, 32 rows): logits [T, N], largest value and its lowest row per program [T, N / 32]."""
     G32: tl.constexpr = K // 32
-    pid = tl.program_id(0)
-    first = tl.program_id(1) * NB
+    pid = tl.program_id(1)
+    first = tl.program_id(0) * NB
     parts = ss + first * (PARTS * 8)
     acc, squares = tile_products(
         w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), parts, G32, eps, 2, NB, U, S, FMT, False,
@@ -110,14 +110,14 @@ def head(
 ) -> None:
     """Logits [T, N] fp32 (unless None) of normed rows `a`, and `candidates` among the rows below `addressable`."""
     rows = candidates.value.shape[0]
-    tile = tile or _tiles.head(matrix)
+    tile = tile or _tiles.head(matrix, rows)
     blocks = _tiles.blocks(rows, _tiles.family(a.q).blocks)
-    head_kernel[(matrix.rows // 32, triton.cdiv(rows, 8 * blocks))](
+    head_kernel[(triton.cdiv(rows, 8 * blocks), matrix.rows // 32)](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits if logits is not None else a.s,
         candidates.value, candidates.row, rows, addressable, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], LOGITS=logits is not None,
         FMT=matrix.code, S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
-        **_tiles.launch(a.q, tile.warps, leads=True),
+        **_tiles.launch(a.q, tile.warps, _tiles.head_registers(tile, blocks), leads=True),
     )  # fmt: skip
 
 

@@ -255,15 +255,17 @@ def linear_kernel(
 ):  # fmt: skip
     """out[t, n] = factor(t) * sum_k w[n, k] x[t, k]; with SIDE also fp32 `side_out` = bf16 `side_w` times `u` rows.
 
+    Programs (blocks, row tiles): those that share weights start together, and memory is read once for all.
+
     `SIDE`: rows of `side_w` a warp, 0 for none. Their programs come first where they have four rows or more to a
     program, and take as long as the others; behind them with fewer.
     """
     G32: tl.constexpr = K // 32
     main: tl.constexpr = N // (16 * TILES)
-    first = tl.program_id(1) * NB
-    pid = tl.program_id(0)
+    first = tl.program_id(0) * NB
+    pid = tl.program_id(1)
     if SIDE and R == 8:
-        pid -= tl.num_programs(0) - main
+        pid -= tl.num_programs(1) - main
     if (pid >= 0) & (pid < main):
         q = xq + first * (G32 * 64)
         parts = ss + first * (PARTS * 8)
@@ -287,7 +289,7 @@ def linear_kernel(
                         tl.store(out + t * N + n, value.to(out.dtype.element_ty), mask=live)
     elif SIDE:
         QUADS: tl.constexpr = NB * 2 if R == 8 else 1
-        index = tl.program_id(0) if R == 8 else pid - main
+        index = tl.program_id(1) if R == 8 else pid - main
         t0 = first * 8 + index % QUADS * 4
         side_products(
             u, side_w, side_out, ss, index // QUADS * (X * SIDE), t0, rows, side_rows, eps, K, PARTS, X, SIDE,
@@ -404,7 +406,7 @@ def project(
     extra = side.shape[0] if side is not None else 0
     blocks = _tiles.blocks(rows, _tiles.family(out).blocks)
     sides, each = side_programs(side, tile, rows, blocks)
-    linear_kernel[(matrix.rows // (16 * tile.tiles) + sides, triton.cdiv(rows, 8 * blocks))](
+    linear_kernel[(triton.cdiv(rows, 8 * blocks), matrix.rows // (16 * tile.tiles) + sides)](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, out,
         u if u is not None else a.s, side_words(side) if side is not None else a.q,
         side_out if side_out is not None else a.s, rows, extra, eps,

@@ -360,7 +360,7 @@ def route_and_shared(
     tile = tile or _tiles.router(shared_gate_up)
     blocks = _tiles.router_blocks(logits, rows)
     sides, each = side_programs(router, tile, rows, blocks)
-    linear_kernel[(shared_gate_up.rows // (16 * tile.tiles) + sides, triton.cdiv(rows, 8 * blocks))](
+    linear_kernel[(triton.cdiv(rows, 8 * blocks), shared_gate_up.rows // (16 * tile.tiles) + sides)](
         shared_gate_up.words, shared_gate_up.high, shared_gate_up.scales, a.q, a.s, a.ss, shared_out, u,
         side_words(router), logits, rows, router.shape[0], eps,
         N=shared_gate_up.rows, U=shared_gate_up.groups, K=shared_gate_up.columns, PARTS=a.ss.shape[1], HEADS=False,

@@ -156,9 +156,12 @@ ROLES = [
 ]  # fmt: skip
 SWEEP_ROWS = (1, 4)
 MANY_ROWS = (1, 8, 16, 32, 64)
+FEWER = {"blocks": 2, "many_steps": 4, "many_registers": 128}
 MANY = {
-    "35B gdn in": {"side 1": {"side": 1}, "two blocks": {"blocks": 2}},
-    "35B attention in": {"two blocks": {"blocks": 2}},
+    "35B gdn in": {
+        "side 1": {"side": 1}, "two blocks": {"blocks": 2}, "two, 4 steps": FEWER, "4 steps": {"many_steps": 4},
+    },
+    "35B attention in": {"two blocks": {"blocks": 2}, "two, 4 steps": FEWER},
     "35B router+shared": {
         "side 1": {"side": 1}, "side 4": {"side": 4}, "two blocks": {"router_blocks": 2}, "four blocks": {"router_blocks": 4},
     },
