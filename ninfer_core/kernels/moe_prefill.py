@@ -131,7 +131,7 @@ def expert_gate_up_kernel(
     f0 = tl.program_id(0) * BF
     rows = tl.where(e >= 0, tl.minimum(end - first, BT), 0)
     for s in tl.static_range(WIDTHS):
-        less: tl.constexpr = 0 if s == WIDTHS - 1 else BT >> (s + 1)
+        less = 0 if s == WIDTHS - 1 else BT >> (s + 1)
         if (rows > less) & (rows <= BT >> s):
             gate_up_tile(w, wh, ws, x, row_of, h, e, f0, first, end, K, INTER, BF, BT >> s, FMT, PTX)
 
@@ -177,7 +177,7 @@ def expert_down_kernel(
     n0 = tl.program_id(0) * BN
     rows = tl.where(e >= 0, tl.minimum(end - first, BT), 0)
     for s in tl.static_range(WIDTHS):
-        less: tl.constexpr = 0 if s == WIDTHS - 1 else BT >> (s + 1)
+        less = 0 if s == WIDTHS - 1 else BT >> (s + 1)
         if (rows > less) & (rows <= BT >> s):
             down_tile(w, wh, ws, h, y, e, n0, first, end, N, INTER, BN, BT >> s, FMT, PTX)
 

@@ -1,25 +1,35 @@
-"""Prefill of random models of full size: `python -m tests.bench.prefill --model 35b [--lengths 7680,64512] [--chunk 8192]`.
+"""Prefill of random models of full size: `python -m tests.bench.prefill --model 35b [--lengths 7680,64512] [--chunk N]`.
 
 For every length: the first pass (kernels built before, plans of the fused attention made within unless `--warm`), the
 median of further ones with the time to the first drawn token, and the share of the rate of a large matrix product that
 the operations of weights and attention come to. `--profile` adds the time of every kernel of the shortest.
+
+`--experts`: instead, the two grouped products of one layer of the 35B by tiles and by how rows spread over the experts;
+and whether a tile gives the bits of the first one. Workers compile beforehand.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures as futures
+import multiprocessing
 import statistics
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from ninfer_core.config import ModelConfig
+from ninfer_core.footprint import chunks_of
+from ninfer_core.kernels import moe_prefill as moe
+from ninfer_core.kernels._tiles_prefill import Grouped
 from ninfer_core.model.fused import FusedDecoder
 from ninfer_core.model.fused_prefill import FusedPrefill
 from ninfer_core.packed import random_packed
 from ninfer_core.state import FusedState
+from tests.bench import kernel_inputs
 from tests.bench.common import (
     MODELS,
     Record,
@@ -33,6 +43,18 @@ from tests.bench.common import (
 )
 
 LENGTHS = "7680,64512,130048"
+UP = (
+    Grouped(64, 128, 4, 4), Grouped(64, 128, 4, 4, 3), Grouped(64, 128, 4, 3, 3), Grouped(64, 256, 8, 3, 4),
+    Grouped(64, 256, 8, 4, 4), Grouped(64, 256, 8, 4), Grouped(32, 256, 4, 3, 4), Grouped(128, 128, 8, 3, 3),
+    Grouped(32, 128, 4, 4, 3),
+)  # fmt: skip
+DOWN = (
+    Grouped(128, 128, 4, 4), Grouped(128, 128, 4, 4, 3), Grouped(128, 128, 4, 3, 3), Grouped(128, 256, 8, 3, 4),
+    Grouped(128, 256, 8, 4, 4), Grouped(64, 256, 4, 3, 4), Grouped(64, 128, 4, 4, 3), Grouped(256, 128, 8, 3, 3),
+)  # fmt: skip
+"""Tiles to compare, the first of which others must equal to the bit."""
+SPREADS = {"even": 0.0, "uneven": 1.0}
+"""Standard deviation of what an expert's logits have in common for all rows; those of a row have 1."""
 
 
 def operations(config: ModelConfig, tokens: int) -> float:
@@ -116,23 +138,113 @@ def profiled(bench: Bench, count: int) -> dict[str, list[float]]:
     return {e.key[:60]: [e.count, e.device_time_total / 1e3] for e in events[:30]}
 
 
+class Experts:
+    """One layer's experts of the 35B, and a chunk of `rows` rows that are spread over them."""
+
+    def __init__(self, rows: int, spread: float, tiny: bool, device: str) -> None:
+        kernel_inputs.DEVICE = device
+        torch.manual_seed(0)
+        self.count, self.active, width, inner = (4, 1, 128, 128) if tiny else (256, 8, 2048, 512)
+        self.up = kernel_inputs.random_matrix(self.count * 2 * inner, width, "Q4")
+        self.down = kernel_inputs.random_matrix(self.count * width, inner, "Q5")
+        logits = torch.randn(rows, self.count + 8, device=device)
+        logits[:, : self.count] += torch.randn(self.count, device=device) * spread
+        self.rows, self.device, self.logits = rows, device, logits
+        self.x = torch.randn(rows, width, device=device).bfloat16()
+        self.h, self.y = (torch.zeros(rows * self.active, n, device=device).bfloat16() for n in (inner, width))
+
+    def routing(self, tokens: int) -> moe.Routing:
+        """Rows sorted by expert in tiles of `tokens`, those of an expert in order: as the first tile has them."""
+        made = moe.Routing.empty(self.rows, self.count, self.active, tokens, self.device)
+        counts = torch.zeros(self.count, dtype=torch.int32, device=self.device)
+        moe.route(self.logits, counts, made, self.count, self.active)
+        order = made.ids.long().argsort(stable=True)
+        made.row_of.copy_(order // self.active)
+        made.place[order] = torch.arange(len(order), dtype=torch.int32, device=self.device)
+        return made
+
+    def product(self, down: bool, tile: Grouped, routing: moe.Routing) -> None:
+        """The grouped product by a tile."""
+        if down:
+            moe.expert_down(self.down, self.h, routing, self.y, tile)
+        else:
+            moe.expert_gate_up(self.up, self.x, routing, self.h, tile)
+
+    def times(self, down: bool, tiles: tuple[Grouped, ...], repeats: int) -> dict[str, dict[str, Any]]:
+        """Microseconds and TFLOP/s (of the rows alone) of every tile, and whether it gives the bits of the first."""
+        weight, out = (self.down, self.y) if down else (self.up, self.h)
+        done = 2.0 * self.rows * self.active * weight.rows / self.count * weight.columns
+        found: dict[str, dict[str, Any]] = {}
+        first = None
+        for tile in tiles:
+            routing = self.routing(tile.tokens)
+            out.fill_(float("nan"))
+            self.product(down, tile, routing)
+            first = out.clone() if first is None else first
+            took = seconds(partial(self.product, down, tile, routing), self.device, repeats)
+            same = bool(torch.equal(out, first))
+            found[str(tuple(tile))] = {"us": took * 1e6, "TFLOP/s": done / took / 1e12, "same bits": same}
+        return found
+
+
+def build_tile(job: tuple[bool, Grouped, bool, str]) -> str:
+    """In a worker: run a tile once, so that its kernel is compiled; the fault if that fails."""
+    down, tile, tiny, device = job
+    try:
+        experts = Experts(8 if tiny else 64, 0.0, tiny, device)
+        experts.product(down, tile, experts.routing(tile.tokens))
+        synchronize(device)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    return "ok"
+
+
+def compare_tiles(record: Record, options: argparse.Namespace, device: str) -> int:
+    """`--experts`: the tiles that can be built, at every number of rows and spread; 1 if one gives other bits."""
+    tiny = options.tiny
+    up, down = ((Grouped(32, 16, 4, 1), Grouped(32, 16, 4, 1, 2)),) * 2 if tiny else (UP, DOWN)
+    jobs = [(kind, tile, tiny, device) for kind, tiles in ((False, up), (True, down)) for tile in tiles]
+    built: dict[bool, list[Grouped]] = {False: [], True: []}
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(2 if tiny else options.workers, mp_context=context) as pool:
+        for (kind, tile, *_), fault in zip(jobs, pool.map(build_tile, jobs), strict=True):
+            if fault == "ok":
+                built[kind].append(tile)
+            else:
+                record.add(f"{'down' if kind else 'up'} {tuple(tile)}", fault)
+    wrong = False
+    for rows in (8,) if tiny else (8192, 16384):
+        for name, spread in list(SPREADS.items())[: 1 if tiny else None]:
+            experts = Experts(rows, spread, tiny, device)
+            for kind, tiles in built.items():
+                found = experts.times(kind, tuple(tiles), 1 if tiny else 5)
+                for label, figures in found.items():
+                    record.add(f"{rows} {name} {'down' if kind else 'up'} {label}", figures)
+                    wrong = wrong or not figures["same bits"]
+    return int(wrong)
+
+
 def main() -> int:
     """Measure every length; with `--prepare` read a little, which builds the kernels."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=MODELS, default="35b")
     parser.add_argument("--lengths", default=LENGTHS)
-    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--chunk", type=int, help="tokens; default: the longest of an engine")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warm", action="store_true", help="make the plans of the fused attention first")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--prepare", action="store_true")
+    parser.add_argument("--experts", action="store_true", help="only the grouped products, by tiles")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile for --experts")
     options: argparse.Namespace = parser.parse_args()
     device = device_of(options)
     lengths = [3] if options.tiny else sorted(int(n) for n in options.lengths.split(","))
-    chunk = 4 if options.tiny else options.chunk
+    chunk = 4 if options.tiny else options.chunk or chunks_of(config_of(options.model, False))[0]
     record = Record(options.json, device)
     rate = matrix_rate(device, options.tiny)
     record.add("bf16 matrix TFLOP/s", rate / 1e12)
+    if options.experts:
+        return compare_tiles(record, options, device)
     bench = Bench(options.model, lengths[-1], chunk, options.tiny, device)
     record.add("chunk", bench.run.work.rows)
     if options.prepare:

@@ -273,7 +273,7 @@ def joined():
 def model(moe, *plan, kv="int8"):
     """A whole small model: hidden rows and everything the state holds, against the torch path.
 
-    Between the steps of a chunk the draft layer reads rows of another sequence.
+    Before the last step of a chunk the draft layer reads rows of another sequence.
     """
     sizes = {
         "num_experts": 4,
@@ -308,7 +308,7 @@ def model(moe, *plan, kv="int8"):
         assert abs(sum(chunk.left) / sum(layer_operations(config, at, size)) - 1) < 1e-9
         while len(chunk.left) > 1:
             chunk.advance()
-            run.fill_drafts(fused, other, hidden, 0, aside)
+        run.fill_drafts(fused, other, hidden, 0, aside)
         found.append(chunk.finish())
         expected.append(decoder.prefill(plain, part, 1, at, table))
         run.fill_drafts(fused, part, expected[-1], at, table)
