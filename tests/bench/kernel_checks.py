@@ -127,6 +127,23 @@ def work_items(chosen, experts):
     return lines
 
 
+def check_side():
+    """High-precision rows beside a projection at 1 to 64 rows: error against fp64, and equal bits in every call size."""
+    matrix, _ = coded_matrix(2048, 2048, "W8")
+    a, u = random_activation(64, 2048), torch.randn(64, 2048, device=DEVICE)
+    side = torch.randn(65, 2048, device=DEVICE).bfloat16()
+    factor = torch.rsqrt(a.rows(64)[2].sum(1, keepdim=True).double() / 2048 + 1e-6)
+    entry, whole = {"op": "side"}, None
+    for T in (64, 32, 16, 9, 8, 4, 1):
+        out = torch.full((T, 2048), float("nan"), device=DEVICE)
+        got = torch.full((T, 65), float("nan"), device=DEVICE)
+        linear.project(matrix, part_of(a, 0, T), out, u=u[:T].contiguous(), side=side, side_out=got)
+        whole = (out, got) if whole is None else whole
+        entry[f"error {T}"] = relative(got, (u[:T].double() @ side.double().T) * factor[:T])
+        entry[f"bits {T}"] = torch.equal(got, whole[1][:T]) and torch.equal(out, whole[0][:T])
+    return entry
+
+
 def check_delta():
     """Gated DeltaNet at 35B heads: 24 tokens one by one against windows of 4 with rejected rows, bit for bit."""
     hk, hv, n = 16, 32, 24
@@ -410,6 +427,7 @@ def check_graph():
 
 CHECKS = {
     "linear": check_linear,
+    "side": check_side,
     **{f"moe {T}": (lambda T=T: check_moe(T)) for T in (1, 4, 8, 16, 64)},
     "choice": check_choice,
     "delta": check_delta,

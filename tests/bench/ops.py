@@ -1,7 +1,7 @@
 """Decode kernels on one GPU: exactness against torch, tile sweep by role, and a whole token's launches in one graph.
 
     python tests/bench/ops.py [--out DIR] [--parts check,compile,chain,sweep] [--workers N]
-    python tests/bench/ops.py --parts many [--out DIR]    # the dense roles of many rows, with what else was tried for them
+    python tests/bench/ops.py --parts many-compile,many [--out DIR]    # the dense roles of many rows, with what else was tried for them
 
 Weights are random in the published formats. Every time is the median of graph replays that walk through more weight
 bytes than the L2 holds; `floor` is the bytes of the role over the read bandwidth measured in the same run.
@@ -322,12 +322,13 @@ def main():
             for T in CHAIN_ROWS:
                 save(f"chain {T}", run_chain(bandwidth, T))
                 print({k: round(v, 1) for k, v in result[f"chain {T}"].items()}, flush=True)
-        elif part == "many":
+        elif part == "many-compile":
             roles = [(i, role) for i, role in enumerate(ROLES) if role.name in MANY]
             jobs = [(i, name, T) for T in (32, 16, 8, 1) for i, role in roles for name in variants_of(role, T)]
             save("compile_errors", precompile(jobs, options.workers))
             print(result["compile_errors"][:3])
-            for _, role in roles:
+        elif part == "many":
+            for role in (role for role in ROLES if role.name in MANY):
                 save(f"many {role.name}", many(bandwidth, role))
                 for T, entry in result[f"many {role.name}"].items():
                     print(f"{role.name:20s} T={T:<3d}", "  ".join(f"{k} {v:.2f}" for k, v in entry.items()), flush=True)
@@ -344,7 +345,7 @@ def main():
                         f"{role.name:20s} T={T} tile={row['tile']} {row['us']:7.2f} us, floor {row['floor_us']:7.2f}, {share:.0%}"
                     )
         else:
-            raise SystemExit(f"no part {part}; there are check, compile, precompile, chain, many and sweep")
+            raise SystemExit(f"no part {part}; use check, compile, precompile, chain, many-compile, many, sweep")
     save("registers", registers())
     for entry in result["registers"]:
         if entry["spills"]:
