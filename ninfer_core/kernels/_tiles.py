@@ -84,9 +84,10 @@ class Family(NamedTuple):
 
     `long`: a projection whose K takes more than two stages of `projection`. `shared`: a projection with the residual in
     a packed format, or with `shared_dense` in any, whose groups of 32 are uneven on the card; `shared_registers` bounds
-    it. `expert_steps`: most steps of the routed experts with more than one row, whose programs are many.
-    `expert_registers`, `registers`: bounds for the routed experts, and for other kernels of at most eight rows, so that
-    more programs fit at once. `early`: see `_dequant.wait_for_inputs`. `measured`: on what, or how else chosen.
+    it, `head_registers` the output heads of one block of rows. `expert_steps`: most steps of the routed experts with
+    more than one row, whose programs are many. `expert_registers`, `registers`: bounds for the routed experts, and for
+    other kernels of at most eight rows, so that more programs fit at once. `early`: see `_dequant.wait_for_inputs`.
+    `measured`: on what, or how else chosen.
     """
 
     measured: str
@@ -102,6 +103,7 @@ class Family(NamedTuple):
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
     shared_registers: int | None = 96
+    head_registers: int | None = None
     few_sequences: int = 4
     blocks: int = 4
     router_blocks: int = 1
@@ -201,8 +203,10 @@ def head(matrix: KernelMatrix, rows: int) -> Tile:
     return Tile(2, steps(matrix.groups, count, most.steps if rows <= 8 or long else 4), count)
 
 
-def head_registers(tile: Tile, blocks: int) -> int | None:
+def head_registers(matrix: KernelMatrix, tile: Tile, blocks: int) -> int | None:
     """Bound on its registers: with several blocks three or four programs then fit on a multiprocessor."""
+    if blocks == 1:
+        return family(matrix.words).head_registers
     return {4: 168, 2: 128}.get(blocks) if tile.warps <= 4 else None
 
 

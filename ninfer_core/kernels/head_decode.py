@@ -117,7 +117,7 @@ def head(
         candidates.value, candidates.row, rows, addressable, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], LOGITS=logits is not None,
         FMT=matrix.code, S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
-        **_tiles.launch(a.q, tile.warps, _tiles.head_registers(tile, blocks), leads=True),
+        **_tiles.launch(a.q, tile.warps, _tiles.head_registers(matrix, tile, blocks), leads=True),
     )  # fmt: skip
 
 

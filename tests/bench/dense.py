@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ninfer_core.kernels import _tiles, compile_ahead
+from ninfer_core.kernels import head_decode as heads
 from ninfer_core.kernels import linear_decode as linear
 from ninfer_core.kernels import mlp_decode as mlp
 from ninfer_core.kernels import residual_decode as residual
@@ -78,6 +79,11 @@ ROLES = {
         "one": into(1, 10, 4), "1 10 4, 104": into(1, 10, 4, 104), "1 5 4, 80": into(1, 5, 4, 80), "1 5 4": into(1, 5, 4),
         "2 5 4": into(2, 5, 4), "1 10 2": into(1, 10, 2),
     }),
+    "draft head": Role(131072, 5120, "Q4", {
+        "one": {}, "80": {"head_registers": 80}, "96": {"head_registers": 96}, "2 2 8": {"projection": Tile(2, 2, 4)},
+        "2 2 8 / 80": {"projection": Tile(2, 2, 4), "head_registers": 80},
+        "2 10 8 / 128": {"projection": Tile(2, 10, 4), "head_registers": 128},
+    }),
     "out 35B": Role(2048, 4096, "W8", {
         "one": {}, "2 parts, 8 8": shared(8, 8, 2, None), "2 parts, 4 8 / 96": shared(4, 8, 2, 96),
         "4 parts, 8 4 / 128": shared(8, 4, 4, 128), "4 parts, 8 4 / 96": shared(8, 4, 4, 96),
@@ -115,27 +121,32 @@ class Calls:
         self.side = torch.zeros(96, k, device=device, dtype=torch.bfloat16)
         self.norm = torch.zeros(n, device=device, dtype=torch.bfloat16)
         self.wide = torch.zeros(rows, n, device=device, dtype=torch.bfloat16)
-        self.u, self.gates = torch.zeros(rows, max(n, k), device=device), torch.zeros(rows, 96, device=device)
+        self.u = torch.zeros(rows, k if role == "in" else n, device=device)
+        self.gates = torch.zeros(rows, 96, device=device)
         self.out = Activation.empty(rows, n // 2 if role == "up" else n, 1 if role == "up" else n // 32, device)
+        self.best = heads.Candidates.empty(rows, n, device)
         self.sums = PartialSums.empty(max(rows, 8), 5120, 16, device)
 
     def run(self, i: int) -> None:
         """One call over weights `i`."""
         w = self.weights[i % len(self.weights)]
         if self.role == "in":
-            u = self.u[:, : w.columns]
-            linear.project(w, self.a, self.wide, u=u, side=self.side, side_out=self.gates)
+            linear.project(w, self.a, self.wide, u=self.u, side=self.side, side_out=self.gates)
+        elif self.role == "draft head":
+            heads.head(w, self.a, self.best, None, addressable=w.rows)
         elif self.role == "up":
             mlp.gate_up(w, self.a, self.rows, self.out, self.sums)
         else:
             x, y = self.x
             norm = "none" if self.role == "down" else "head"
-            residual.project_residual(w, self.a, x, self.norm, y, self.u[:, : w.rows], self.out, self.sums, norm=norm)
+            residual.project_residual(w, self.a, x, self.norm, y, self.u, self.out, self.sums, norm=norm)
 
     def result(self) -> list[torch.Tensor]:
         """What the last call left."""
         if self.role == "in":
             return [self.wide]
+        if self.role == "draft head":
+            return [self.best.value, self.best.row]
         codes, scales, squares = self.out.rows(self.rows)
         return [codes, scales] if self.role == "up" else [self.x[1], codes, scales, squares]
 
@@ -144,6 +155,8 @@ def values(call: Calls) -> torch.Tensor:
     """The result as numbers."""
     if call.role == "in":
         return call.wide.float()
+    if call.role == "draft head":
+        return call.best.value
     return call.out.values(call.rows) if call.role == "up" else call.x[1] - call.x[0]
 
 
