@@ -105,7 +105,7 @@ PARTS: tuple[Part, ...] = (
     Part("http-35b", "one stream over each API against the same in process, 35B, 64 idle connections",
          module("tests.bench.http", "--random-weights", "35b-a3b"), 150,
          (*ENGINE, "fastapi", "uvicorn", "zstandard", "prometheus_client")),
-    Part("http", "the demo model over HTTP against the same in process", module("tests.gpu.http_rate"), 70,
+    Part("http", "the same with the demo model, text included", module("tests.bench.http", "--model", "demo"), 70,
          (*ENGINE, "fastapi", "uvicorn", "zstandard", "prometheus_client")),
     Part("soak-35b", "mixed requests against solo runs, leaks and memory, random 35B",
          lambda file: [sys.executable, "-m", "tests.tools.soak", "--random", "35b-a3b", "--requests", "1500"], 120,
