@@ -57,10 +57,19 @@ def cases(capability: int) -> Iterator[Case]:
     up, down = _tiles_prefill.expert_tiles_of(capability, 8 * 4096, 256)
     bf16 = {"x": "*bf16"}
     for fmt in (4, 5, 6, 8):
-        constants = {"K": 2048, "INTER": 512, "BF": up.outputs, "BT": up.tokens, "WIDTHS": up.widths, "FMT": fmt}
+        constants = {
+            "K": 2048,
+            "INTER": 512,
+            "BF": up.outputs,
+            "BT": up.tokens,
+            "WIDTHS": up.widths,
+            "UNITS": up.units,
+            "FMT": fmt,
+        }
         if fmt == 4:
             yield "experts up", moe_prefill.expert_gate_up_kernel, up.warps, up.stages, constants, bf16
         constants = {"N": 2048, "INTER": 512, "BN": down.outputs, "BT": down.tokens, "WIDTHS": down.widths, "FMT": fmt}
+        constants |= {"UNITS": down.units}
         constants |= {"PARTS": up.tokens // down.tokens}
         yield f"experts down {fmt}", moe_prefill.expert_down_kernel, down.warps, down.stages, constants, {}
     constants = {"B": 4, "S": 4, "FMT": 6, "SLOTS": False}

@@ -70,8 +70,8 @@ def opened(fmt):
     near(out, x.float() @ values.T, BF16, "product")
 
 
-def experts(up_fmt, down_fmt, up_tile=Grouped(32, 16, 4, 1), down_tile=Grouped(32, 16, 4, 1)):
-    rows, count, active, width, inner = 21, 4, 2, 64, 64
+def experts(up_fmt, down_fmt, up_tile=Grouped(32, 16, 4, 1), down_tile=Grouped(32, 16, 4, 1), width=64):
+    rows, count, active, inner = 21, 4, 2, width
     up, up_values = matrix(count * 2 * inner, width, up_fmt)
     down, down_values = matrix(count * width, inner, down_fmt)
     logits, x = torch.randn(rows, count + 8), torch.randn(rows, width).bfloat16()
@@ -339,6 +339,7 @@ CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
     "experts Q5 Q6": (experts, "Q5", "Q6"),
     "experts W8 W8": (experts, "W8", "W8"),
     "experts, narrow last tiles": (experts, "Q4", "Q5", Grouped(32, 16, 4, 1, 3), Grouped(32, 8, 4, 1, 2)),
+    "experts, two units a turn": (experts, "Q4", "Q5", Grouped(32, 16, 4, 1, 1, 2), Grouped(32, 16, 4, 1, 1, 2), 128),
     "rows": (rows,),
     "inverse": (inverse,),
     "delta 1": (delta, 1),
