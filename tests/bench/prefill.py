@@ -114,12 +114,13 @@ class Bench:
 
 
 def measure(bench: Bench, count: int, repeats: int, rate: float) -> dict[str, Any]:
-    """All figures of one length."""
+    """All figures of one length; without repeats those of the first pass, and of one to the first token."""
     cold = seconds(lambda: bench.read(count), bench.device, times=1, warm=0)
     finite = bool(bench.last.isfinite().all())
-    took = seconds(lambda: bench.read(count), bench.device, repeats, warm=0)
-    bench.with_drafts(count)
-    first = statistics.median(bench.first_token(count) for _ in range(repeats))
+    took = seconds(lambda: bench.read(count), bench.device, repeats, warm=0) if repeats else cold
+    if repeats:
+        bench.with_drafts(count)
+    first = statistics.median(bench.first_token(count) for _ in range(max(1, repeats)))
     done = operations(bench.config, count)
     return {
         "tok/s": count / took, "first pass tok/s": count / cold, "ms": took * 1e3, "TTFT ms": first * 1e3,

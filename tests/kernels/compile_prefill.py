@@ -1,7 +1,8 @@
 """Compiles every prefill kernel at the shapes of the published models for named targets, without a GPU.
 
 Run as a program (`compile_prefill.py CAPABILITY...`), not under the interpreter: prints one JSON line per build with the
-shared memory of a block and the layout changes inside its loops.
+shared memory of a block, the layout changes inside its loops, and how often a loop writes registers that a product
+which runs on may still read.
 """
 
 from __future__ import annotations
@@ -98,6 +99,28 @@ def cases(capability: int) -> Iterator[Case]:
     yield "combine", moe_prefill.combine_kernel, 4, 3, {"E": 2048, "BE": 2048, "A": 8, "X": 256}, {}
 
 
+def overwritten(ptx: str) -> int:
+    """Writes in loops to registers that products which still run read: two turns of every loop with `wgmma` in it."""
+    found = 0
+    for _, body in re.findall(r"^(\$L__BB\w+):(.*?)bra\S*\s+\1;", ptx, re.DOTALL | re.MULTILINE):
+        groups: list[set[str]] = []  # registers of the products committed together, and of those not yet committed
+        issued: set[str] = set()
+        for statement in re.findall(r"[a-z][\w.]*(?:\s[^;]*)?;", re.sub(r"//.*", "", body)) * 2:
+            operation, _, operands = statement.rstrip(";").partition(" ")
+            if operation.startswith("wgmma.mma_async"):
+                issued |= set(re.findall(r"%r\d+", operands.split("}")[1]))
+            elif operation.startswith("wgmma.commit_group"):
+                groups.append(issued)
+                issued = set()
+            elif operation.startswith("wgmma.wait_group"):
+                groups = groups[max(0, len(groups) - int(operands)) :]
+            elif not operation.startswith(("wgmma", "st.", "cp.", "bar.")):
+                target = re.match(r"\s*(\{.*?\}|%r\d+)", operands)
+                written = set(re.findall(r"%r\d+", target[0])) if target else set()
+                found += bool(written & issued.union(*groups))
+    return found
+
+
 def main(arguments: list[str]) -> None:
     """Build every case for every capability named."""
     for capability in map(int, arguments):
@@ -106,6 +129,7 @@ def main(arguments: list[str]) -> None:
             loops = re.findall(r"scf\.for .*?scf\.yield", built.asm["ttgir"], re.DOTALL)
             moved = sum(loop.count("convert_layout") for loop in loops)
             line = {"case": label, "capability": capability, "shared": built.metadata.shared, "moved": moved}
+            line["overwritten"] = overwritten(built.asm["ptx"])
             print(json.dumps(line), flush=True)
 
 

@@ -33,6 +33,7 @@ def test_builds_and_fits(capability):
     assert len(built) >= 18
     for line in built:
         assert line["shared"] <= BLOCK_MEMORY[capability] * 1024, line
+        assert line["overwritten"] == 0, line
         if (
             line["case"].startswith("experts") and capability != 100
         ):  # words reach the matrix unit without changing lanes
