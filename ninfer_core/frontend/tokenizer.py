@@ -171,7 +171,9 @@ class Tokenizer:
                 self._cache.move_to_end(text)
                 return found
         try:
-            ids = tuple(self._plain.encode(text, add_special_tokens=False).ids)
+            # Only the library's calls for several texts let other threads run meanwhile, the engine's among them.
+            (encoded,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
+            ids = tuple(encoded.ids)
         except BaseException as error:
             raise _unreadable(error, f"fails on a text of {len(text):,} characters") from error
         with self._lock:

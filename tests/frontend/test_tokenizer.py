@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import random
+import threading
 import unicodedata
 
 import pytest
@@ -160,6 +161,22 @@ def test_skipping_special_tokens(real):
 
 def test_lone_surrogates_are_replaced(real):
     assert real.decode(real.encode("a\ud800b")) == "a\ufffdb"
+
+
+def test_other_threads_run_while_a_long_text_is_read():
+    """A stream must not stand still for the second that somebody else's long prompt takes."""
+    made, done, turns = build(*small()), threading.Event(), 0
+
+    def read() -> None:
+        made.encode("words " * 300_000)
+        done.set()
+
+    worker = threading.Thread(target=read)
+    worker.start()
+    while not done.wait(0.0005):
+        turns += 1
+    worker.join()
+    assert turns > 20
 
 
 def test_repeated_text_is_remembered_within_bounds(monkeypatch):

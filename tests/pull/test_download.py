@@ -153,7 +153,7 @@ def test_a_busy_server_is_given_the_time_it_asks_for(hub: FakeHub, remote: Remot
     hub.faults = Faults(statuses=[(429, {"Retry-After": "1"}), (503, {"Retry-After": at})])
     began = time.monotonic()
     fetch(remote, tmp_path / "x", Transfer(part=PART, connections=1, backoff=0.001))
-    assert complete(tmp_path / "x") and 1.0 <= time.monotonic() - began < 5.0
+    assert complete(tmp_path / "x") and 1.0 <= time.monotonic() - began < 60.0
 
 
 def test_silence_ends_a_connection_not_the_download(hub: FakeHub, remote: RemoteFile, tmp_path: Path) -> None:

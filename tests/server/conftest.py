@@ -50,8 +50,8 @@ class Running:
 
     def idle(self) -> bool:
         """Wait until nothing runs any more, in the engine and in the server."""
-        done = self.engine.wait_idle()
-        end = time.monotonic() + 5
+        done = self.engine.wait_idle(20)
+        end = time.monotonic() + 20
         while self.state.fairness.in_flight and time.monotonic() < end:
             time.sleep(0.005)
         return done and not self.state.fairness.in_flight

@@ -32,7 +32,7 @@ def refused(server: Running, path: str, body: Any, param: str | None) -> dict[st
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = server.post(path, content=content)
     assert answer.status_code == 400, answer.text
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     error: dict[str, Any] = answer.json()
     if path.startswith("/api/"):
         assert set(error) == {"error"} and isinstance(error["error"], str)

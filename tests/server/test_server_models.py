@@ -308,14 +308,16 @@ def test_keep_alive_unloads_and_the_next_request_loads(start: Any, models: Scrip
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/props").json()["is_sleeping"] is True
     assert server.http.get("/v1/models").json()["data"][0]["id"] == "alpha", "it can be asked for"
-    last = server.post("/api/chat", {**body, "keep_alive": "0.4s"}).json()
+    last = server.post("/api/chat", {**body, "keep_alive": "90s"}).json()
     assert models.events == ["close alpha", "load alpha"] and last["load_duration"] > 1000
     (entry,) = ps(server)
-    assert 0 < datetime.fromisoformat(entry["expires_at"]).timestamp() - time.time() < 0.5
-    assert wait_for(lambda: len(models.events) == 3)
-    server.post("/api/chat", {**body, "keep_alive": "0.3s"})
+    assert 0 < datetime.fromisoformat(entry["expires_at"]).timestamp() - time.time() <= 90
+    server.post("/api/chat", {**body, "keep_alive": "0.1s"})
+    assert wait_for(lambda: len(models.events) == 3), "the last request's counts"
+    server.post("/api/chat", {**body, "keep_alive": "90s"})
+    earlier = server.state.host._timer
     server.post("/api/chat", {**body, "keep_alive": -1})
-    time.sleep(0.5)
+    assert earlier.cancelled() and server.state.host._timer is None
     assert models.events == ["close alpha", "load alpha", "close alpha", "load alpha"]
     (entry,) = ps(server)
     assert datetime.fromisoformat(entry["expires_at"]).timestamp() - time.time() > 10**8

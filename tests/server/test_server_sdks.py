@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import anthropic
@@ -448,9 +447,8 @@ def test_leaving_an_sdk_stream_cancels_the_request(serve: Any) -> None:
     stream = openai_client(server).chat.completions.create(model="scripted", messages=USER, stream=True)
     for _ in range(5):
         next(stream)
-    began = time.monotonic()
     stream.close()
-    assert server.idle() and time.monotonic() - began < 1.0
+    assert server.idle()
     assert len(server.engine.cancelled) == 1
 
 
