@@ -72,11 +72,11 @@ class ExpertRegisters(NamedTuple):
     """
 
     up_row: int | None = 128
-    up_pairs: int | None = 80
+    up_pairs: int | None = 128
     up_items: int | None = 80
     down_row: int | None = None
-    down_pairs: int | None = None
-    down_items: int | None = 80
+    down_pairs: int | None = 128
+    down_items: int | None = None
 
 
 class Family(NamedTuple):
@@ -87,7 +87,8 @@ class Family(NamedTuple):
     it, `head_registers` the output heads of one block of rows. `expert_steps`: most steps of the routed experts with
     more than one row, whose programs are many. `expert_registers`, `registers`: bounds for the routed experts, and for
     other kernels of at most eight rows, so that more programs fit at once. `early`: see `_dequant.wait_for_inputs`.
-    `measured`: on what, or how else chosen.
+    `ahead`: bytes that an ask for the next kernel's weights brings (`_ahead.py`), 0 for none. `measured`: on what, or
+    how else chosen.
     """
 
     measured: str
@@ -99,7 +100,8 @@ class Family(NamedTuple):
     router: Tile = Tile(1, 16, 4)
     experts: Tile = Tile(2, 4, 8)
     mlp: Tile = Tile(4, 5, 8, 5)
-    expert_steps: int = 2
+    expert_steps: int = 4
+    item_steps: int = 2
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
     shared_registers: int | None = 96
@@ -108,10 +110,10 @@ class Family(NamedTuple):
     blocks: int = 4
     router_blocks: int = 1
     side: int = 2
-    item_share: int = 4
     many_steps: int = 8
     many_registers: int = 168
     early: bool = False
+    ahead: int = 0
     row_ahead: bool = True
     choosing: int = 2
 
@@ -121,7 +123,7 @@ FAMILIES = {
     80: Family("nothing of this kind: as on one H200"),
     86: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
     89: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
-    90: Family("one H200", early=True),
+    90: Family("one H200", early=True, ahead=128),
     100: Family("nothing of this kind: as on one H200"),
     120: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
 }
@@ -234,9 +236,10 @@ def experts(matrix: KernelMatrix) -> Tile:
     return Tile(2, steps(matrix.groups, count, most.steps), count)
 
 
-def expert_steps(matrix: KernelMatrix, warps: int) -> int:
+def expert_steps(matrix: KernelMatrix, warps: int, rows: int) -> int:
     """Steps that a warp of the routed experts has in flight in a call of several rows, whose programs are many."""
-    return steps(matrix.groups, warps, family(matrix.words).expert_steps)
+    most = family(matrix.words)
+    return steps(matrix.groups, warps, most.expert_steps if rows <= 8 else most.item_steps)
 
 
 def mlp(matrix: KernelMatrix, rows: int) -> Tile:
