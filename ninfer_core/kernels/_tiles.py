@@ -83,20 +83,22 @@ class Family(NamedTuple):
     """What is fixed for a kind of card. Tiles name the most steps and warps; a matrix's K may allow fewer.
 
     `long`: a projection whose K takes more than two stages of `projection`. `shared`: a projection with the residual in
-    a packed format, or with `shared_dense` in any, whose groups of 32 are uneven on the card; `shared_registers` bounds
-    it, `head_registers` the output heads of one block of rows. `expert_steps`: most steps of the routed experts with
-    more than one row, whose programs are many. `expert_registers`, `registers`: bounds for the routed experts, and for
-    other kernels of at most eight rows, so that more programs fit at once. `early`: see `_dequant.wait_for_inputs`.
-    `ahead`: bytes that an ask for the next kernel's weights brings (`_ahead.py`), 0 for none. `measured`: on what, or
-    how else chosen.
+    a packed format whose groups of 32 are uneven on the card, bounded by `shared_registers`. `head`, `head_registers`:
+    the output head, where the registers of a stage of its four-bit codes suffice for a long K. `expert_steps`,
+    `item_steps`: most steps of the routed experts with two to eight rows, and with more. `expert_registers`,
+    `registers`: bounds for the routed experts, and for other kernels of at most eight rows, so that more programs fit
+    at once. `many_steps`, `many_registers`: those of projections of more rows, of which a program serves `blocks` of
+    eight at most, of the router's `router_blocks`; `side`: their high-precision rows of a warp. `few_sequences`: see
+    that function. `early`: see `_dequant.wait_for_inputs`. `row_ahead`: gate/up of one row reads it before the wait.
+    `choosing`: most rows whose down products choose their experts themselves. `ahead`: bytes that an ask for the next
+    kernel's weights brings (`_ahead.py`), 0 for none. `measured`: on what, or how else chosen.
     """
 
     measured: str
     projection: Tile = Tile(2, 8, 4)
     long: Tile = Tile(1, 10, 4)
     residual: Tile = Tile(2, 16, 8)
-    shared: Tile = Tile(2, 2, 4, 4)
-    shared_dense: bool = False
+    shared: Tile = Tile(2, 4, 4, 4)
     router: Tile = Tile(1, 16, 4)
     experts: Tile = Tile(2, 4, 8)
     mlp: Tile = Tile(4, 5, 8, 5)
@@ -105,8 +107,9 @@ class Family(NamedTuple):
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
     shared_registers: int | None = 96
-    head_registers: int | None = None
-    few_sequences: int = 4
+    head: Tile = Tile(2, 10, 4)
+    head_registers: int | None = 128
+    few_sequences: int = 1
     blocks: int = 4
     router_blocks: int = 1
     side: int = 2
@@ -167,7 +170,7 @@ def residual(matrix: KernelMatrix, rows: int, heads: bool = False) -> Tile:
     """Tile of a projection with the residual: 32 rows, the group of the epilogue. `heads`: a factor per head of 128."""
     most, dense = family(matrix.words), matrix.format == "W8"
     groups = matrix.rows // 32
-    if (most.shared_dense or not dense) and matrix.nbytes >= groups * LEAST and uneven(groups, matrix.words):
+    if not dense and matrix.nbytes >= groups * LEAST and uneven(groups, matrix.words):
         tile = shared(matrix, most.shared, rows, heads)
         if tile.parts > 1:
             return tile
@@ -181,26 +184,37 @@ def residual(matrix: KernelMatrix, rows: int, heads: bool = False) -> Tile:
 
 
 def shared(matrix: KernelMatrix, most: Tile, rows: int, heads: bool) -> Tile:
-    """Tile of a projection whose K several programs share: as `most`, where K divides so. Its steps need not divide."""
-    run = (4 if matrix.format == "W8" else 2) if heads else 1
+    """Tile of a projection whose K several programs share: as `most`, where K divides so. Its steps need not divide.
+
+    A loop over K has two stages in flight, of half the steps.
+    """
+    run = 2 if heads else 1  # two units of a packed format are a head
     runs = matrix.groups // run
     count = parts(runs, most.parts)
     size = warps(runs // count, most.warps)
     each = runs // (count * size)
-    return Tile(2, run * min(each, max(1, (most.steps if rows <= 8 else 2) // run)), size, count)
+    ahead = most.steps if rows <= 8 and each * run <= 2 * most.steps else most.steps // 2
+    return Tile(2, run * min(each, max(1, ahead // run)), size, count)
 
 
 def residual_registers(matrix: KernelMatrix, tile: Tile, rows: int) -> int | None:
     """Bound on its registers: in packed formats two programs then fit on a multiprocessor, of shared groups five."""
-    if rows > 8 or (tile.parts == 1 and matrix.format == "W8"):
+    if rows > 8 or matrix.format == "W8":
         return None
     return family(matrix.words).shared_registers if tile.parts > 1 else family(matrix.words).registers
 
 
 def head(matrix: KernelMatrix, rows: int) -> Tile:
-    """Tile of the output head: 32 rows; twice the warps where K is long; else of many rows fewer steps."""
+    """Tile of the output head: 32 rows; twice the warps where K is long; else of many rows fewer steps.
+
+    Of four-bit codes, a draft head, fewer warps hold as much of a long K.
+    """
     most = family(matrix.words).projection
     long = is_long(matrix, most)
+    if long and matrix.format == "Q4":
+        deep = family(matrix.words).head
+        count = warps(matrix.groups, deep.warps)
+        return Tile(2, steps(matrix.groups, count, deep.steps if rows <= 8 else deep.steps // 2), count)
     count = warps(matrix.groups, most.warps * (2 if long else 1))
     return Tile(2, steps(matrix.groups, count, most.steps if rows <= 8 or long else 4), count)
 
@@ -208,7 +222,8 @@ def head(matrix: KernelMatrix, rows: int) -> Tile:
 def head_registers(matrix: KernelMatrix, tile: Tile, blocks: int) -> int | None:
     """Bound on its registers: with several blocks three or four programs then fit on a multiprocessor."""
     if blocks == 1:
-        return family(matrix.words).head_registers
+        most = family(matrix.words)
+        return most.head_registers if matrix.format == "Q4" and is_long(matrix, most.projection) else None
     return {4: 168, 2: 128}.get(blocks) if tile.warps <= 4 else None
 
 
@@ -266,10 +281,7 @@ def mlp_registers(matrix: KernelMatrix, rows: int) -> int | None:
 
 
 def few_sequences(tensor: torch.Tensor) -> int:
-    """Most sequences whose single rows the Gated DeltaNet kernel of eight warps mixes; more take that of two.
-
-    Eight sequences of two warps a program fill the card once.
-    """
+    """Most sequences whose single rows the Gated DeltaNet kernel of eight warps mixes; more take that of two."""
     return family(tensor).few_sequences
 
 
