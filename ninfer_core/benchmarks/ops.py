@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ..errors import DeviceError, EngineError, UnsupportedError
 
-SCRIPT = Path(__file__).resolve().parents[2] / "tests" / "bench" / "ops.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "bench" / "ops.py"
 
 
 def run(out: Path, *, parts: Sequence[str] = (), workers: int | None = None) -> None:
@@ -32,9 +33,9 @@ def run(out: Path, *, parts: Sequence[str] = (), workers: int | None = None) -> 
     if not torch.cuda.is_available():
         raise DeviceError("kernels are timed on a CUDA device, and torch sees none")
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(SCRIPT), "--out", str(out)]
+    command = [sys.executable, "-m", "tests.bench.ops", "--out", str(out.resolve())]
     command += ["--parts", ",".join(parts)] if parts else []
     command += ["--workers", str(workers)] if workers is not None else []
-    done = subprocess.run(command, check=False)
+    done = subprocess.run(command, cwd=ROOT, check=False)
     if done.returncode:
         raise EngineError(f"the kernel bench ended with code {done.returncode}")

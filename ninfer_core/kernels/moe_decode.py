@@ -146,27 +146,20 @@ def item_gate_up_kernel(
     TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
     S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile, 1 + index): the same for the pairs of items `index` and on, as far apart as there are programs.
-
-    The first of the second number quantises the shared expert's rows.
-    """
+    """Programs (tile, 1 + item): the same for the pairs of an item; index 0 quantises the shared expert's rows."""
     tile = tl.program_id(0)
     index = tl.program_id(1) - 1
     lane = tl.arange(0, 32)
     wait_for_inputs(PDL)
+    line = items + tl.maximum(index, 0) * ITEM
+    filled = tl.load(used)
+    expert = tl.load(line + PAIRS)
+    pair = load_one(line + lane % PAIRS, FRESH1, PTX)
+    own = load_one(line + lane // (32 // PAIRS), FRESH1, PTX)
     if index < 0:
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
-    else:
-        filled = tl.load(used)
-        while index < filled:
-            line = items + index * ITEM
-            expert = tl.load(line + PAIRS)
-            pair = load_one(line + lane % PAIRS, FRESH1, PTX)
-            own = load_one(line + lane // (32 // PAIRS), FRESH1, PTX)
-            item_tile(
-                w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX
-            )
-            index += tl.num_programs(1) - 1
+    elif index < filled:
+        item_tile(w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -175,9 +168,7 @@ def expert_rows_kernel(
     TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
     X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (32 X outputs, X for every eight rows, then for items): y[pair, n], then the shared expert's.
-
-    One for items goes on with others, as far apart as there are such programs.
+    """Programs (32 X outputs, X for every eight rows, then items): y[pair, n]; behind the pairs the shared expert's.
 
     A warp owns 32 outputs over all of K; of the shared expert its share of K, as in `expert_down_kernel`. The list is
     two launches old: it is read, and weights are asked for, before the wait.
@@ -206,31 +197,22 @@ def expert_rows_kernel(
                 tl.store(y + at, acc[r][i], mask=t + i % 2 < rows)
     elif index - shared < tl.load(used, cache_modifier=".cg"):
         group = tl.program_id(0) * X + warp
-        filled = tl.load(used, cache_modifier=".cg")
-        index -= shared
-        line = items + index * ITEM
+        line = items + (index - shared) * ITEM
         expert = tl.load(line + PAIRS, cache_modifier=".cg")
         pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
         row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
         units = inner_units(w, wh, ws, expert * (N // 16) + group * 2, 0, lane, U, S, 1, FMT, PTX)
         wait_for_inputs(PDL)
-        while index < filled:
-            index += tl.num_programs(1) - shared
-            line = items + tl.minimum(index, filled - 1) * ITEM
-            next_expert = tl.load(line + PAIRS, cache_modifier=".cg")
-            next_pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
-            next_row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
-            acc = fresh(2, X)
-            for c in tl.static_range(U // S):
-                loaded = inner_columns(hq, hs, row, pair, pair, c * S, lane, G32, S, 1, FMT, 1, PTX)
-                acc = inner_sums(acc, units, loaded, S, X, FMT, 1, PTX)
-                tile = (expert if (c + 1) * S < U else next_expert) * (N // 16) + group * 2
-                units = inner_units(w, wh, ws, tile, (c + 1) * S % U, lane, U, S, 1, FMT, PTX)
-            for r in tl.static_range(2):
-                for h in tl.static_range(2):
-                    n = group * 32 + r * 16 + h * 8 + lane // 4
-                    store_one(y + pair * N + n, acc[r][2 * h], lane + warp >= 0, PTX)
-            expert, pair, row = next_expert, next_pair, next_row
+        acc = fresh(2, X)
+        for c in tl.static_range(U // S):
+            if c > 0:
+                units = inner_units(w, wh, ws, expert * (N // 16) + group * 2, c * S, lane, U, S, 1, FMT, PTX)
+            loaded = inner_columns(hq, hs, row, pair, pair, c * S, lane, G32, S, 1, FMT, 1, PTX)
+            acc = inner_sums(acc, units, loaded, S, X, FMT, 1, PTX)
+        for r in tl.static_range(2):
+            for h in tl.static_range(2):
+                n = group * 32 + r * 16 + h * 8 + lane // 4
+                store_one(y + pair * N + n, acc[r][2 * h], lane + warp >= 0, PTX)
     else:
         wait_for_inputs(PDL)
 
@@ -468,7 +450,7 @@ def expert_gate_up(
     }  # fmt: skip
     bounds = _tiles.family(logits).expert_registers
     if rows > 1:
-        shape["S"] = _tiles.expert_steps(matrix, tile.warps)
+        shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows)
     hq = h.q.view(torch.int8)
     if rows <= 8:
         pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
@@ -478,8 +460,7 @@ def expert_gate_up(
         )  # fmt: skip
         return
     choose(logits, h, ids, weights)
-    shares = triton.cdiv(most_items(rows, top_k, experts), _tiles.family(logits).item_share)
-    item_gate_up_kernel[(inner // 32, 1 + shares)](
+    item_gate_up_kernel[(inner // 32, 1 + most_items(rows, top_k, experts))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, shared, hq, h.s, h.items, h.used, rows, eps,
         **shape, **_tiles.launch(logits, tile.warps, bounds.up_items),
     )  # fmt: skip
@@ -514,10 +495,9 @@ def expert_down(
     grouped = rows > 8
     chooses = rows <= _tiles.family(x).choosing
     bounds = _tiles.family(x).expert_registers
-    some = _tiles.expert_steps(matrix, 1)
+    some = _tiles.expert_steps(matrix, 1, rows)
     if grouped:
-        shares = triton.cdiv(most_items(rows, top_k, experts), _tiles.family(x).item_share)
-        expert_rows_kernel[(width // 32 // top_k, triton.cdiv(rows, 8) * top_k + shares)](
+        expert_rows_kernel[(width // 32 // top_k, triton.cdiv(rows, 8) * top_k + most_items(rows, top_k, experts))](
             matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, h.items, h.used,
             h.y, rows,
             TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, S=some, X=top_k,

@@ -1,11 +1,10 @@
 """The routed experts of all 40 layers in decode: gate/up and down by rows of a call, each beside its floor, and exactness.
 
-    python -m tests.bench.experts [--json FILE] [--rows 1,2,4,8,16,32,64] [--workers N] [--no-checks] [--registers | --items]
+    python -m tests.bench.experts [--json FILE] [--rows 1,2,4,8,16,32,64] [--workers N] [--no-checks] [--registers]
 
 Every layer and row has router logits of its own, so that rows share experts by chance only. The floor is the bytes of
 the experts that were chosen (a layer's every expert once) over the read bandwidth measured in the same run. With
-`--registers` only: gate/up and down by steps and bounds on registers, compiled by the workers beforehand; with `--items`
-the same by how many items a program has.
+`--registers` only: gate/up and down by steps and bounds on registers, compiled by the workers beforehand.
 """
 
 from __future__ import annotations
@@ -34,21 +33,20 @@ CHECKED = (1, 2, 4, 8, 9, 16, 64)
 SWEEP: dict[str, dict[str, Any]] = {"default": {}} | {
     f"{steps} steps, at most {most}": {
         "expert_steps": steps,
+        "item_steps": steps,
         "expert_registers": ExpertRegisters(*[most] * len(ExpertRegisters._fields)),
     }
-    for steps, most in ((1, 80), (2, 80), (2, 96), (2, 128), (4, 128), (4, None))
+    for steps, most in ((1, 80), (2, 80), (2, 96), (2, 128), (4, 96), (4, 128), (4, None))
 }
-SHARES = {f"items / {n}": {"item_share": n} for n in (1, 2, 4, 8)}
-"""How many work items a program may have to do."""
 """Fields of `_tiles.Family` to compare."""
-SWEPT = {1: ("default", "4 steps, at most 128", "4 steps, at most None")} | dict.fromkeys((4, 8, 32, 64), tuple(SWEEP))
+SWEPT = {1: ("default", "4 steps, at most None")} | dict.fromkeys((4, 8, 32, 64), tuple(SWEEP))
 """By rows, what is compared; calls of two to eight share their kernels, as do those of more."""
 FAMILIES = dict(_tiles.FAMILIES)
 
 
 def select(name: str) -> None:
     """Launch with these fields of `SWEEP` from now on."""
-    _tiles.FAMILIES.update({n: family._replace(**(SWEEP | SHARES)[name]) for n, family in FAMILIES.items()})
+    _tiles.FAMILIES.update({n: family._replace(**SWEEP[name]) for n, family in FAMILIES.items()})
 
 
 class Experts:
@@ -158,7 +156,6 @@ def main() -> int:
         action="store_true",
         help="no checks; only the halves, by steps and bounds (with 17 workers at once)",
     )
-    parser.add_argument("--items", action="store_true", help="no checks; only the halves, by items of a program")
     options = parser.parse_args()
     torch.manual_seed(0)
     record = Record(options.json, "cuda")
@@ -166,8 +163,6 @@ def main() -> int:
     jobs = [("default", rows) for rows in counts]
     if options.registers:
         jobs = [(name, rows) for rows in (4, 32, 1) for name in SWEPT[rows]]
-    elif options.items:
-        jobs = [("default", 32)]
     elif not options.no_checks:
         jobs += [("choice", 0), *(("moe", rows) for rows in CHECKED)]
     wrong = []
@@ -178,8 +173,8 @@ def main() -> int:
     bandwidth = read_bandwidth()
     record.add("read bandwidth TB/s", bandwidth)
     experts = Experts()
-    if options.registers or options.items:
-        for rows, names in (SWEPT if options.registers else dict.fromkeys((16, 32, 64), tuple(SHARES))).items():
+    if options.registers:
+        for rows, names in SWEPT.items():
             call = experts.call(rows)
             call.fill()
             for name in names:

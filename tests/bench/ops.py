@@ -1,7 +1,7 @@
 """Decode kernels on one GPU: exactness against torch, tile sweep by role, and a whole token's launches in one graph.
 
-    python tests/bench/ops.py [--out DIR] [--parts check,compile,chain,sweep] [--workers N]
-    python tests/bench/ops.py --parts many-compile,many [--out DIR]    # the dense roles of many rows, with what else was tried for them
+    python -m tests.bench.ops [--out DIR] [--parts check,compile,chain,sweep] [--workers N]
+    python -m tests.bench.ops --parts many-compile,many [--out DIR]    # the dense roles of many rows, with what else was tried for them
 
 Weights are random in the published formats. Every time is the median of graph replays that walk through more weight
 bytes than the L2 holds; `floor` is the bytes of the role over the read bandwidth measured in the same run.
@@ -15,11 +15,8 @@ import itertools
 import json
 import multiprocessing
 import os
-import sys
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 Command = list[str]
 
 
@@ -47,8 +46,8 @@ def compiling(name: str, *arguments: str) -> Command:
 
 def ops(file: Path) -> Command:
     """The bench of single kernels: exactness of each, then a whole token as one graph."""
-    script = str(ROOT / "tests/bench/ops.py")
-    return [sys.executable, script, "--out", str(file.parent), "--name", file.name, "--parts", "check,chain"]
+    arguments = ("--out", str(file.parent), "--name", file.name, "--parts", "check,chain")
+    return [sys.executable, "-m", "tests.bench.ops", *arguments]
 
 
 def whole(model: str, part: str) -> Callable[[Path], Command]:
@@ -62,7 +61,7 @@ ENGINE = ("jinja2", "tokenizers", "llguidance")
 
 PARTS: tuple[Part, ...] = (
     Part("ops", "exactness of the decode kernels, one token as a graph", ops, 150, tiny=None,
-         prepare=[sys.executable, str(ROOT / "tests/bench/ops.py"), "--out", "{out}", "--name", "ops_prepared.json",
+         prepare=[sys.executable, "-m", "tests.bench.ops", "--out", "{out}", "--name", "ops_prepared.json",
                   "--parts", "precompile"]),
     Part("variants", "variants of the decode kernels, attention by context, other experts each round",
          module("tests.bench.variants", "--minutes", "4.5", "--workers", "0"), 300, tiny=None,
