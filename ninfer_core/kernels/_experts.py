@@ -59,7 +59,7 @@ def expert_keys(logits, t, rows, OP: tl.constexpr, E: tl.constexpr, PTX: tl.cons
 
     A key ends in its expert's number, so that no two are equal and one maximum finds value and expert: order is by the
     logit without as many of its last bits as the number takes (8 for 256 experts: 2^-16 of the value), the lower expert
-    before the higher. Rows from `rows` on repeat the last.
+    before the higher; `moe_prefill.choose_kernel` chooses alike. Rows from `rows` on repeat the last.
     """
     WHOLE: tl.constexpr = triton.next_power_of_2(E)
     N: tl.constexpr = (E + 31) // 32
@@ -324,17 +324,12 @@ def row_columns(q, s, first, S: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr
 
 
 @triton.jit
-def pair_tile(
-    w, wh, ws, hq, hs, expert, tile, loaded, q, s, squares, pair, eps,
-    INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr,
-    LOADED: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """32 gate rows and the matching 32 up rows of `expert` [X, 1] for one row, stored as `pair`.
+def store_pair(acc, hq, hs, squares, pair, tile, eps, INTER: tl.constexpr, K: tl.constexpr):
+    """Int8 group `tile` of `pair` from `tile_sums` of one row: all columns are the same.
 
-    All columns are the same: lane 4 g + c takes row 8 c + g.
+    Lane 4 g + c takes row 8 c + g.
     """
-    G32: tl.constexpr = INTER // 32
-    y = sum_warps(tile_sums(w, wh, ws, expert, tile, loaded, q, s, INTER, U, FMT, S, X, LOADED, PTX), 1)
+    y = sum_warps(acc, 1)
     factor = tl.rsqrt(rows_sum(squares) / K + eps)
     lane = tl.arange(0, 32)
     c = lane % 4
@@ -343,8 +338,8 @@ def pair_tile(
     h = silu(gate) * up
     top = tl.max(tl.abs(h), 0)
     inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
-    tl.store(hq + inner_byte(pair, tile, c * 8 + lane // 4, G32), round_bytes(h, inverse).to(tl.int8))
-    tl.store(hs + pair * G32 + tile, top / 127.0)
+    tl.store(hq + inner_byte(pair, tile, c * 8 + lane // 4, INTER // 32), round_bytes(h, inverse).to(tl.int8))
+    tl.store(hs + pair * (INTER // 32) + tile, top / 127.0)
 
 
 @triton.jit
@@ -353,7 +348,7 @@ def item_tile(
     TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
     S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """`pair_tile` for the pairs of an item: `own` [32] that of column lane // 4, `pair` that of a lane's results."""
+    """An int8 group of the pairs of an item: `own` [32] that of column lane // 4, `pair` that of a lane's results."""
     lane = tl.arange(0, 32)
     row = pair // TOPK
     q, s = gathered_pointers(

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from . import _tiles
+from ._ahead import ask_matrix, asks
 from ._dequant import (
     EARLY1,
     FRESH1,
@@ -42,12 +43,13 @@ from ._experts import (
     item_tile,
     of_slot,
     own_inner_units,
-    pair_tile,
     row_columns,
     row_squares,
     shared_rows,
     shares_of,
     store_choice,
+    store_pair,
+    tile_sums,
     top_experts,
 )
 from ._order import Activation, KernelMatrix
@@ -103,15 +105,17 @@ def list_kernel(ids, items, used, rows, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit(do_not_specialize=["rows"])
 def pair_gate_up_kernel(
-    w, wh, ws, xq, xs, ss, logits, shared_gate_up, hq, hs, ids, weights, rows, eps,
+    w, wh, ws, xq, xs, ss, logits, shared_gate_up, hq, hs, ids, weights, next_w, next_wh, next_ws, rows, eps,
     E: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr,
-    FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr, AHEAD: tl.constexpr, AFMT: tl.constexpr,
+    APART: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile, 1 + pair): h[t, slot] = silu(gate_e x) * up_e x for 32 of the inner width, as int8.
 
     Rows of `hq` (bytes), `hs` [pair, INTER / 32, 32]: t * TOPK + slot, then rows * TOPK + t for the shared expert. The
     first index belongs to the programs that quantise the shared expert's rows and store ids and weights, which take
     longest. `LOADED`: the row is read before the wait; with many programs registers for more of them are worth more.
+    `AHEAD`: see `_ahead.py`; memory is idle from a program's products until the next launch knows its experts.
     """
     tile = tl.program_id(0)
     index = tl.program_id(1) - 1
@@ -135,9 +139,14 @@ def pair_gate_up_kernel(
             loaded = row_columns(q, s, 0, U // X, FMT, X, EARLY1, PTX)
         wait_for_inputs(PDL)
         expert = expert_of(logits, tl.arange(0, X) * 0 + t, rows, index % TOPK, FRESH1, E, PTX)[:, None]
-        pair_tile(
-            w, wh, ws, hq, hs, expert, tile, loaded, q, s, squares, index, eps, INTER, K, U, FMT, S, X, LOADED, PTX
-        )
+        acc = tile_sums(w, wh, ws, expert, tile, loaded, q, s, INTER, U, FMT, S, X, LOADED, PTX)
+        if AHEAD:  # this program's share of what `expert_down_kernel` reads of the expert
+            SHARE: tl.constexpr = AHEAD // E // (INTER // 32)
+            first = expert * (AHEAD // E) + tile * SHARE
+            place = tl.arange(0, X)[:, None] * 32 + lane[None, :]
+            high = next_wh + first * (64 if AFMT == 6 else 32)
+            ask_matrix(next_w + first * 128, high, next_ws + first * 8, place, X * 32, SHARE, AFMT, APART, PTX)
+        store_pair(acc, hq, hs, squares, index, tile, eps, INTER, K)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -427,11 +436,13 @@ def expert_gate_up(
     *,
     eps: float = 1e-6,
     tile: _tiles.Tile | None = None,
+    ahead: KernelMatrix | None = None,
 ) -> None:
     """Int8 rows silu(gate) * up of all chosen (row, expert) pairs and of the shared expert into `h`.
 
     Must follow `route_and_shared` of the same rows: up to eight rows of `a` are read while that still runs.
-    Shapes: logits [T, E + 1], shared [T, 2 * inner], ids and weights [T, top_k] (written).
+    Shapes: logits [T, E + 1], shared [T, 2 * inner], ids and weights [T, top_k] (written). `ahead`: the down matrices,
+    of which a call of up to four rows asks for those of its experts.
 
     Raises:
         ValueError: the shared expert is not as wide as a routed one.
@@ -453,9 +464,10 @@ def expert_gate_up(
         shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows)
     hq = h.q.view(torch.int8)
     if rows <= 8:
+        planes, asked = asks(ahead if rows <= 4 else None, a.q)
         pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
-            matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, rows, eps,
-            E=experts, LOADED=rows == 1 and _tiles.family(logits).row_ahead, **shape,
+            matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, *planes,
+            rows, eps, **asked, E=experts, LOADED=rows == 1 and _tiles.family(logits).row_ahead, **shape,
             **_tiles.launch(logits, tile.warps, bounds.up_row if rows == 1 else bounds.up_pairs),
         )  # fmt: skip
         return

@@ -105,12 +105,12 @@ class Chain:
             if "m" in parts and not w["attention"]:
                 delta.gated_delta(
                     self.proj, self.ab, w["taps"], w["a_log"], w["dt"], w["gnorm"], w["state"], self.slots,
-                    self.lengths, self.commits, self.mid,
+                    self.lengths, self.commits, self.mid, ahead=w["out"],
                 )  # fmt: skip
             if "a" in parts and w["attention"]:
                 attention.attention(
                     self.attn, self.gain, self.gain, self.cos, self.sin, *w["kv"], self.table, self.lengths, self.work,
-                    self.mid, heads=16,
+                    self.mid, heads=16, ahead=w["out"],
                 )  # fmt: skip
             if "o" in parts:
                 norm = "none" if w["attention"] else "head"
@@ -118,7 +118,9 @@ class Chain:
             if "r" in parts:
                 moe.route_and_shared(w["shared_up"], w["router"], self.a, self.u, self.shared, self.logits)
             if "u" in parts:
-                moe.expert_gate_up(w["up"], self.a, logits, self.shared, self.h, self.ids, self.weights)
+                moe.expert_gate_up(
+                    w["up"], self.a, logits, self.shared, self.h, self.ids, self.weights, ahead=w["down"]
+                )
             if "d" in parts:
                 moe.expert_down(
                     w["down"], w["shared_down"], self.h, self.ids, self.weights, logits, y, w["norm"], x, self.u,

@@ -81,8 +81,9 @@ class Call:
     def gate_up(self, i: int) -> None:
         """Choice, and inner rows of layer `i`."""
         moe.expert_gate_up(
-            self.experts.up[i], self.a, self.logits[i], self.shared, self.h[i], self.ids[i], self.weights[i]
-        )
+            self.experts.up[i], self.a, self.logits[i], self.shared, self.h[i], self.ids[i], self.weights[i],
+            ahead=self.experts.down[i],
+        )  # fmt: skip
 
     def down(self, i: int) -> None:
         """Results of layer `i`."""

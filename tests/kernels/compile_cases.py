@@ -31,7 +31,7 @@ from ninfer_core.kernels import (
 )
 
 TYPES = {
-    "*i32": "arrived w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w items used "
+    "*i32": "next_w next_wh next_ws arrived w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w items used "
     "lanes deltas table_rows scratch bad sampled results follow pick chain pattern drafts ahead "
     "orders masks tape",
     "*fp16": "scales",
@@ -118,6 +118,8 @@ ASK_EARLY = (
     "gdn R=1", "gdn batch",
 )  # fmt: skip
 """Kernels whose weights or state are asked for before the kernel in front is done."""
+ASKS = {"AHEAD": 256 * 1024, "AFMT": 5, "APART": 128}
+"""For the next launch's weights: 1,024 units of each of 256 experts."""
 WORDS = {"hq": "*i32"}
 BYTES = {"hq": "*i8"}
 """Expert rows are read as words and written as bytes."""
@@ -169,9 +171,10 @@ def cases(full: bool = False):
     }  # fmt: skip
     yield from expert_cases(full)
     yield from round_cases(full)
+    ahead = {"AHEAD": 128 * 128, "AFMT": 8, "APART": 128}
     for rows in (1, 4) if full else (1,):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 8, PAIRS, {
-            "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
+            "HK": 16, "HV": 32, "R": rows, "RINGS": 16, **ahead,
         }  # fmt: skip
     yield "gdn batch", gated_delta_batch_decode.gated_delta_batch_kernel, 2, PAIRS, {"HK": 16, "HV": 32, "RINGS": 16}
     heads = {"H": 16, "KH": 2, "MOST": 128}
@@ -186,7 +189,7 @@ def cases(full: bool = False):
             heads | {"R": rows, "ROWS": block, "INT8": int8},
         )
     yield "attention combine", attention_decode.attention_combine_kernel, 4, {"q_out": "*i32"}, heads | {
-        "R": 1, "BLOCK": 128,
+        "R": 1, "BLOCK": 128, **ahead,
     }  # fmt: skip
 
 
@@ -215,8 +218,8 @@ def expert_cases(full: bool):
     up = {
         "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "FMT": 4, "S": 4 if full else 2, "X": warps,
     }  # fmt: skip
-    yield "experts up, a row", moe_decode.pair_gate_up_kernel, warps, BYTES, up | {"E": 256, "LOADED": True}
-    yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | {"E": 256, "LOADED": False}
+    yield "experts up, a row", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": True}
+    yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": False}
     yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up
     yield "choose", moe_decode.choose_kernel, 1, {}, {"E": 256, "TOPK": top_k}
     yield "list", moe_decode.list_kernel, 8, {}, {"TOPK": top_k, "BLOCK": 256, "OWN": 8}

@@ -177,7 +177,7 @@ def experts(fmt_up, fmt_down, rows):
     moe_decode.route_and_shared(shared_up, router, a, x, shared, logits)
     near(logits, (x @ router.float().T) * factor, EXACT, "logits")
     near(shared, (a.values(rows) @ shared_up_values.T) * factor, EXACT, "shared gate/up")
-    moe_decode.expert_gate_up(up, a, logits, shared, h, ids, weights)
+    moe_decode.expert_gate_up(up, a, logits, shared, h, ids, weights, ahead=down)
     best, order = logits[:, :count].topk(top_k)
     same(ids.long(), order, "ids")
     near(weights, best.softmax(-1), EXACT, "weights")
