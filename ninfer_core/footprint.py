@@ -223,11 +223,11 @@ def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int
     hidden, value, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
     query, kv, inner = config.query_width, config.kv_width, config.intermediate_size
     block = min(rows, BLOCK)
-    padded, room = up(block, PAGE), max(context, rows) + 2048
+    padded, room = up(block, PAGE), max(context, rows) + 1024
     delta = padded * (2 * config.conv_channels + 8 * heads + 4 * value)
     delta += padded // PAGE * heads * config.linear_key_head_dim * config.linear_value_head_dim * 2
     gdn = delta + block * (2 * (config.conv_channels + value) + 8 * heads + 2 * value)
-    attention = block * (4 * (query + kv) + 10 * query + 8 * config.num_attention_heads) + 4 * kv * room
+    attention = block * (4 * (query + kv) + 8 * query + 4 * config.num_attention_heads) + 4 * kv * room
     router = up(config.num_experts + 1, 8)
     if config.is_moe:
         shared, active = config.shared_expert_intermediate_size, config.num_experts_per_tok
@@ -240,7 +240,7 @@ def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int
     scratch = 2 * min(widest * max(hidden, inner), SCRATCH)
     drafts = rows * 4 * hidden + block * (8 * hidden + 4 * (query + kv))
     rest = rows * hidden * 8 + scratch
-    rest += rows * 8 * hidden + block * (2 * query + 4 * config.num_attention_heads)  # what lives for one chunk
+    rest += rows * 8 * hidden + block * (4 * query + 8 * config.num_attention_heads)  # what lives for one chunk
     routers = config.num_hidden_layers * router * hidden * 2 if config.is_moe else 0
     rest += config.num_hidden_layers * max(1, config.num_experts) * 4
     return max(gdn, attention, mlp, drafts if config.mtp_num_hidden_layers else 0) + rest + routers

@@ -244,19 +244,15 @@ def tile_lanes(w, wh, ws, tile, units, FMT: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def multiply_add(a, b, acc, WAIT: tl.constexpr, PTX: tl.constexpr):
+def multiply_add(a, b, acc, PTX: tl.constexpr):
     """acc + a b of bf16 tiles with fp32 sums; the interpreter multiplies bf16 only as fp32.
 
-    On Hopper a product runs on and reads its left operand from registers. As the only one of a loop it would still do
-    so when the next turn writes them, and results were wrong where unpacking is short: with `WAIT` it is complete on
-    return. Of two in a turn the compiler waits for all behind the first, so that the second runs on beside the
-    unpacking of the next turn's first, whose registers are others (`tests/kernels/compile_prefill.py` looks at them).
+    Complete on return: on Hopper a product runs on and reads its left operand from registers, in a loop still when the
+    next turn writes them, and results were wrong where unpacking is short (`tests/kernels/compile_prefill.py` looks).
     """
     if PTX:
         acc = tl.dot(a, b, acc)
-        if WAIT:  # reading the sum, by no instruction, waits
-            acc = tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, True, 1)
-        return acc
+        return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, True, 1)  # reading the sum waits
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
 

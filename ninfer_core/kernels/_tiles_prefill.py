@@ -15,8 +15,7 @@ import torch
 class Grouped(NamedTuple):
     """A grouped product: outputs and tokens of a tile, warps, pipeline stages.
 
-    `widths`: how many widths there are for the last tile of an expert: `tokens`, half of it, and so on. `units`: of
-    kernel order along K in a turn of the loop, 1 or 2; see `_dequant_prefill.multiply_add`.
+    `widths`: how many widths there are for the last tile of an expert: `tokens`, half of it, and so on.
     """
 
     outputs: int
@@ -24,11 +23,6 @@ class Grouped(NamedTuple):
     warps: int
     stages: int
     widths: int = 1
-    units: int = 1
-
-    def units_of(self, count: int) -> int:
-        """Units in a turn where K has `count` of them."""
-        return self.units if count % self.units == 0 else 1
 
 
 @cache

@@ -18,8 +18,11 @@ from ._dequant import round_bytes
 
 PART = 1024
 """Keys before a chunk are cut into parts of 32, 16, 8, 4, 2 and 1 times this."""
-FINE, COARSE = 512, 2048
-"""The fused attention of cuDNN takes rows in multiples of these, in the first part of a prompt and behind it."""
+FINE, COARSE = 512, 1024
+"""The fused attention of cuDNN takes rows in multiples of these, in the first part of a prompt and behind it.
+
+What is padded costs as much as any row, most behind a long prompt: finer steps cost less, and more plans.
+"""
 FEWEST = 2048
 """Rows from which it is asked."""
 LARGEST = 65504.0
@@ -165,14 +168,15 @@ def flash_kernel(
 
 @triton.jit(do_not_specialize=["rows", "part_rows"])
 def join_kernel(
-    part, part_sums, acc, sums, projected, out, rows, part_rows, head_stride, row_stride,
-    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    part, part_sums, first, first_sums, acc, sums, projected, out, rows, part_rows, head_stride, row_stride,
+    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, BEFORE: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Programs (query head, R rows): join the attention over one part of the keys to the parts before.
 
-    `part` fp16 (strides `head_stride`, `row_stride`) and `part_sums` [H, part_rows] of this part; `acc` fp32
-    [T, H * 256], `sums` [H, T] of the parts before (not with FIRST). With LAST `out` bf16 [T, H * 256] takes the result
-    times the sigmoid gate, else `acc` and `sums` do.
+    `part` fp16 (strides `head_stride`, `row_stride`) and `part_sums` [H, part_rows] of this part. BEFORE: how many lie
+    before; one is in `first` and `first_sums`, like this one, and of more `acc` fp32 [T, H * 256] and `sums` [H, T]
+    have what they come to. With LAST `out` bf16 [T, H * 256] takes the result times the sigmoid gate, else `acc` and
+    `sums` do.
     """
     WIDTH: tl.constexpr = 2 * (H + KH) * 256
     head = tl.program_id(0)
@@ -184,10 +188,14 @@ def join_kernel(
     here = (head.to(tl.int64) * head_stride + row * row_stride)[:, None] + d[None, :]
     y = tl.load(part + here, mask=live[:, None], other=0.0).to(tl.float32)
     new = tl.load(part_sums + head.to(tl.int64) * part_rows + t, mask=live, other=0.0)
-    if not FIRST:
-        old = tl.load(sums + head.to(tl.int64) * rows + t, mask=live, other=0.0)
+    if BEFORE > 0:
+        if BEFORE == 1:  # not by way of `acc`, which is as wide as four reads of a part
+            old = tl.load(first_sums + head.to(tl.int64) * part_rows + t, mask=live, other=0.0)
+            before = tl.load(first + here, mask=live[:, None], other=0.0).to(tl.float32)
+        else:
+            old = tl.load(sums + head.to(tl.int64) * rows + t, mask=live, other=0.0)
+            before = tl.load(acc + line, mask=live[:, None], other=0.0)
         share = 1.0 / (1.0 + tl.exp(old - new))  # of this part; exp may overflow to a share of 0
-        before = tl.load(acc + line, mask=live[:, None], other=0.0)
         y = before + (y - before) * share[:, None]
         top = tl.maximum(old, new)
         new = top + tl.log(tl.exp(old - top) + tl.exp(new - top))
@@ -238,15 +246,13 @@ def append(
 class AttentionWorkspace:
     """Buffers for chunks of up to T rows that end within `room` tokens, the same for every chunk.
 
-    `q` fp16 [at least T, H, 256], `kv` fp16 [2 K, room, 256], `acc` fp32 [T, H * 256], `sums` fp32 [2, H * T] and
-    `part` fp16 [T, H * 256].
+    `q` fp16 [at least T, H, 256], `kv` fp16 [2 K, room, 256], `acc` fp32 [T, H * 256], `sums` fp32 [H * T].
     """
 
     q: torch.Tensor
     kv: torch.Tensor
     acc: torch.Tensor
     sums: torch.Tensor
-    part: torch.Tensor
 
 
 def query_rows(rows: int) -> int:
@@ -297,7 +303,7 @@ def planned(capacity: int, room: int) -> list[tuple[int, int, bool]]:
 
     `capacity` and `room`: of the workspace's queries and keys.
     """
-    later = range(capacity // COARSE * COARSE, 0, -COARSE)
+    later = range(capacity // COARSE * COARSE, FEWEST - 1, -COARSE)
     found = [(rows, rows, True) for rows in later]
     for rows in later:
         found += [(rows, PART << n, False) for n in range(5, -1, -1) if (PART << n) <= room]
@@ -340,12 +346,12 @@ def _flash(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the chunk over all tokens up to its own, by the Triton kernel."""
     block_m, block_n, warps, stages = tile
+    part, sums = work.q.new_empty(rows, heads, 256), work.sums.new_empty(heads, rows)
     flash_kernel[(triton.cdiv(rows * (heads // kv_heads), block_m), kv_heads)](
-        work.q, work.kv, work.part, work.sums[1], start, rows, work.kv.shape[1],
+        work.q, work.kv, part, sums, start, rows, work.kv.shape[1],
         H=heads, KH=kv_heads, BM=block_m, BN=block_n, **tiling.launch(work.q, warps, stages),
     )  # fmt: skip
-    sums = work.sums[1, : heads * rows].view(heads, rows)
-    return work.part[:rows].view(rows, heads, 256).transpose(0, 1), sums
+    return part.transpose(0, 1), sums
 
 
 def attention_chunk(
@@ -379,9 +385,13 @@ def attention_chunk(
     else:
         tile = tiling.flash_tile_of(tiling.family(projected))
         count, parts = 1, iter((_flash(work, start, rows, heads, kv_heads, tile),))
-    for number, (part, part_sums) in enumerate(parts):
+    first, first_sums = next(parts)
+    for number in range(min(count - 1, 1), count):
+        part, part_sums = next(parts) if number else (first, first_sums)
         join_kernel[(heads, triton.cdiv(rows, 16))](
-            part, part_sums, work.acc, work.sums[0], projected, out, rows, part_sums.stride(0), part.stride(0),
-            part.stride(1), H=heads, KH=kv_heads, R=16, FIRST=number == 0, LAST=number + 1 == count, num_warps=4,
+            part, part_sums, first, first_sums, work.acc, work.sums, projected, out, rows, part_sums.stride(0),
+            part.stride(0), part.stride(1),
+            H=heads, KH=kv_heads, R=16, BEFORE=min(number, 2), LAST=number + 1 == count, num_warps=4,
         )  # fmt: skip
-        del part, part_sums  # the next part takes as much
+        first, first_sums = part, part_sums  # which is read no more, or is this one: the next part takes as much
+        del part, part_sums

@@ -18,8 +18,10 @@ def moe(x: Tensor, gain: Tensor, eps: float, weights: MoeWeights, active: int, c
     shared_down(swiglu(shared_gate_up u)))`.
     Shapes: `x [T, E]`, `gain [E]`, result `[T, E]`.
     Domain: any T >= 1; `1 <= active <= X`.
-    Numeric: fp32; routed terms are added by falling router weight, then the shared term, then the residual. Row call
-    (`chunk` false): a row's bits depend on that row only, not on how many rows chose an expert.
+    Numeric: fp32; the kernels of both paths choose by the logit without its last bits (8 of 256 experts), then by the
+    lower expert (`_experts.expert_keys`), so that near ties may fall otherwise than here. Routed terms are added by
+    falling router weight, then the shared term, then the residual. Row call (`chunk` false): a row's bits depend on
+    that row only, not on how many rows chose an expert.
     Effects: none.
     """
     u = rms_norm(x, gain, eps)

@@ -25,20 +25,30 @@ def choose_kernel(
     logits, ids, weights, rank, counts, rows, stride,
     X: tl.constexpr, BX: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Programs of R rows: top `A` of X logits (ties: the lower expert), softmax over them, place among the expert's."""
+    """Programs of R rows: top `A` of X logits, softmax over them, place among the expert's.
+
+    By the keys of the decode kernels (`_experts.expert_keys`): an expert's number takes the place of the last bits of
+    its logit, so that no two are equal, one maximum finds it, and a row has the same experts on both paths.
+    """
     t = tl.program_id(0) * R + tl.arange(0, R)
     e = tl.arange(0, BX)
     live = t < rows
     inside = live[:, None] & (e < X)[None, :]
-    value = tl.load(logits + t.to(tl.int64)[:, None] * stride + e[None, :], mask=inside, other=-float("inf"))
-    top = tl.max(value, 1)
+    line = logits + t.to(tl.int64) * stride
+    bits = tl.load(line[:, None] + e[None, :], mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -BX) | (BX - 1 - e)[None, :]
+    key = tl.where((e < X)[None, :], key, -2147483648)
+    top = tl.zeros([R], tl.float32)
     total = tl.zeros([R], tl.float32)
     shares = ()
     for s in tl.static_range(A):
-        best = tl.max(value, 1)
-        at = tl.min(tl.where(value == best[:, None], e[None, :], BX - 1), 1)
-        value = tl.where(e[None, :] == at[:, None], -float("inf"), value)
-        share = tl.exp(best - top)
+        best = tl.max(key, 1)
+        key = tl.where(key == best[:, None], -2147483648, key)
+        at = BX - 1 - (best & (BX - 1))
+        value = tl.load(line + at, mask=live, other=0.0)
+        if s == 0:
+            top = value
+        share = tl.exp(value - top)
         total += share
         shares = shares + (share,)  # noqa: RUF005
         tl.store(ids + t * A + s, at, mask=live)
@@ -87,8 +97,7 @@ def place_kernel(
 @triton.jit
 def gate_up_tile(
     w, wh, ws, x, row_of, h, e, f0, first, end,
-    K: tl.constexpr, INTER: tl.constexpr, BF: tl.constexpr, BT: tl.constexpr, UNITS: tl.constexpr, FMT: tl.constexpr,
-    PTX: tl.constexpr,
+    K: tl.constexpr, INTER: tl.constexpr, BF: tl.constexpr, BT: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Features f0 .. f0 + BF - 1 of the sorted rows first .. min(first + BT, end) - 1, all of expert `e`."""
     WIDTH: tl.constexpr = 32 if FMT == 8 else 64
@@ -102,11 +111,9 @@ def gate_up_tile(
     wp, hp, sp = tile_lanes(w, wh, ws, at, U, FMT, BF)
     xp = x + row[:, None] * K + tl.arange(0, WIDTH)[None, :]
     acc = tl.zeros([2 * BF, BT], tl.float32)
-    for u in range(0, U, UNITS):
-        for i in tl.static_range(UNITS):
-            a = unit_operand(wp, hp, sp, u + i, BF // 8, FMT, True, PTX)
-            b = tl.load(xp + (u + i) * WIDTH)
-            acc = multiply_add(a, tl.trans(b), acc, UNITS == 1, PTX)
+    for u in range(0, U):
+        a = unit_operand(wp, hp, sp, u, BF // 8, FMT, True, PTX)
+        acc = multiply_add(a, tl.trans(tl.load(xp + u * WIDTH)), acc, PTX)
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BF, BT]), [1, 2, 0]))
     y = (silu(gate) * up).to(tl.bfloat16)
     y = tl.permute(tl.reshape(y, [BF // 32, 2, 4, 4, BT]), [0, 3, 2, 1, 4])  # half, byte, c, h
@@ -119,7 +126,7 @@ def gate_up_tile(
 def expert_gate_up_kernel(
     w, wh, ws, x, row_of, tile_e, tile_first, tile_end, h,
     K: tl.constexpr, INTER: tl.constexpr, BF: tl.constexpr, BT: tl.constexpr, WIDTHS: tl.constexpr,
-    UNITS: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
+    FMT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Programs (BF features, tile): h [pair, INTER] = silu(gate) * up of an expert's rows, columns in operand order.
 
@@ -135,14 +142,13 @@ def expert_gate_up_kernel(
     for s in tl.static_range(WIDTHS):
         less = 0 if s == WIDTHS - 1 else BT >> (s + 1)
         if (rows > less) & (rows <= BT >> s):
-            gate_up_tile(w, wh, ws, x, row_of, h, e, f0, first, end, K, INTER, BF, BT >> s, UNITS, FMT, PTX)
+            gate_up_tile(w, wh, ws, x, row_of, h, e, f0, first, end, K, INTER, BF, BT >> s, FMT, PTX)
 
 
 @triton.jit
 def down_tile(
     w, wh, ws, h, y, e, n0, first, end,
-    N: tl.constexpr, INTER: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, UNITS: tl.constexpr, FMT: tl.constexpr,
-    PTX: tl.constexpr,
+    N: tl.constexpr, INTER: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Outputs n0 .. n0 + BN - 1 of the sorted rows first .. min(first + BT, end) - 1, all of expert `e`."""
     WIDTH: tl.constexpr = 32 if FMT == 8 else 64
@@ -154,11 +160,9 @@ def down_tile(
     wp, hp, sp = tile_lanes(w, wh, ws, at, U, FMT, BN // 2)
     xp = h + row[:, None] * INTER + tl.arange(0, WIDTH)[None, :]
     acc = tl.zeros([BN, BT], tl.float32)
-    for u in range(0, U, UNITS):
-        for i in tl.static_range(UNITS):
-            a = unit_operand(wp, hp, sp, u + i, BN // 16, FMT, True, PTX)
-            b = tl.load(xp + (u + i) * WIDTH)
-            acc = multiply_add(a, tl.trans(b), acc, UNITS == 1, PTX)
+    for u in range(0, U):
+        a = unit_operand(wp, hp, sp, u, BN // 16, FMT, True, PTX)
+        acc = multiply_add(a, tl.trans(tl.load(xp + u * WIDTH)), acc, PTX)
     out = y + t.to(tl.int64)[:, None] * N + (n0 + tl.arange(0, BN))[None, :]
     tl.store(out, tl.trans(acc).to(tl.bfloat16), mask=live[:, None])
 
@@ -167,7 +171,7 @@ def down_tile(
 def expert_down_kernel(
     w, wh, ws, h, tile_e, tile_first, tile_end, y,
     N: tl.constexpr, INTER: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, WIDTHS: tl.constexpr, PARTS: tl.constexpr,
-    UNITS: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
+    FMT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Programs (BN outputs, part of a tile): y [pair, N] bf16 = down of an expert's rows of `h`.
 
@@ -183,7 +187,7 @@ def expert_down_kernel(
     for s in tl.static_range(WIDTHS):
         less = 0 if s == WIDTHS - 1 else BT >> (s + 1)
         if (rows > less) & (rows <= BT >> s):
-            down_tile(w, wh, ws, h, y, e, n0, first, end, N, INTER, BN, BT >> s, UNITS, FMT, PTX)
+            down_tile(w, wh, ws, h, y, e, n0, first, end, N, INTER, BN, BT >> s, FMT, PTX)
 
 
 @triton.jit
@@ -279,8 +283,7 @@ def expert_gate_up(
         weight.words, weight.high, weight.scales, x, routing.row_of, routing.tile_e, routing.tile_first,
         routing.tile_end, h,
         K=weight.columns, INTER=inner, BF=tile.outputs, BT=tile.tokens, WIDTHS=tile.widths,
-        UNITS=tile.units_of(weight.groups), FMT=weight.code,
-        **tiling.launch(x, tile.warps, tile.stages),
+        FMT=weight.code, **tiling.launch(x, tile.warps, tile.stages),
     )  # fmt: skip
 
 
@@ -293,8 +296,7 @@ def expert_down(weight: KernelMatrix, h: torch.Tensor, routing: Routing, y: torc
     expert_down_kernel[(width // tile.outputs, parts * routing.tile_e.shape[0])](
         weight.words, weight.high, weight.scales, h, routing.tile_e, routing.tile_first, routing.tile_end, y,
         N=width, INTER=weight.columns, BN=tile.outputs, BT=tile.tokens, WIDTHS=tile.widths, PARTS=parts,
-        UNITS=tile.units_of(weight.groups), FMT=weight.code,
-        **tiling.launch(h, tile.warps, tile.stages),
+        FMT=weight.code, **tiling.launch(h, tile.warps, tile.stages),
     )  # fmt: skip
 
 

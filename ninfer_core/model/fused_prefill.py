@@ -93,8 +93,7 @@ class _AttentionBuffers:
             q=b.take(attention.query_rows(rows), heads, config.head_dim, dtype=torch.float16),
             kv=b.take(2 * config.num_key_value_heads, room, config.head_dim, dtype=torch.float16),
             acc=b.take(rows, config.query_width, dtype=torch.float32),
-            sums=b.take(2, heads * rows, dtype=torch.float32),
-            part=b.take(rows, config.query_width, dtype=torch.float16),
+            sums=b.take(heads * rows, dtype=torch.float32),
         )
         return _AttentionBuffers(proj, mixed, work), b.used
 
@@ -209,12 +208,12 @@ class _Views:
 
 def prefill_bytes(config: ModelConfig, rows: int, context: int) -> int:
     """Bytes that a `FusedPrefill` takes beside the weights, without allocating: workspace, routers, and what lives for
-    one chunk: the hidden rows, once more with the row that waited, and one result of the fused attention.
+    one chunk: the hidden rows, once more with the row that waited, and two results of attention, which meet.
     """
     routers = config.num_hidden_layers * router_rows(config.num_experts) * config.hidden_size * 2
     workspace = PrefillWorkspace(config, "meta", rows=rows, context=context).nbytes
     passing = rows * 2 * 4 * config.hidden_size
-    passing += min(rows, BLOCK) * (2 * config.query_width + 4 * config.num_attention_heads)
+    passing += 2 * min(rows, BLOCK) * (2 * config.query_width + 4 * config.num_attention_heads)
     return workspace + passing + (routers if config.is_moe else 0)
 
 

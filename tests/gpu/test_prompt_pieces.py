@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 from ninfer_core import store
 from ninfer_core.artifact import Artifact
 from ninfer_core.engine import Engine
+from ninfer_core.model import fused_prefill
 from ninfer_core.model.fused import FusedDecoder, FusedMTP
 from ninfer_core.model.fused_prefill import FusedPrefill
 from ninfer_core.packed import load_packed
@@ -82,11 +83,15 @@ class Watched:
         return self.tokens[handle.id]
 
 
-def test_a_chunk_between_its_layers_bears_rounds_and_draft_rows_of_others() -> None:
-    """The kernels alone: hidden rows and state bit for bit those of a chunk that ran through."""
+@pytest.mark.parametrize(("rows", "block"), [(CHUNK, fused_prefill.BLOCK), (2 * CHUNK, CHUNK)])
+def test_a_chunk_between_its_steps_bears_rounds_and_draft_rows_of_others(
+    rows: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels alone, steps that are layers or blocks of one: bit for bit a chunk that ran through."""
+    monkeypatch.setattr(fused_prefill, "BLOCK", block)
     with Artifact.open(store.resolve("demo")) as artifact:
         weights, config = load_packed(artifact, "cuda"), artifact.config
-    chunks = FusedPrefill(weights, config, rows=CHUNK, context=4096)
+    chunks = FusedPrefill(weights, config, rows=rows, context=4096)
     decoder = FusedDecoder(weights, config, context=4096, chunks=chunks)
     drafts = FusedMTP(decoder)
     tokens = torch.tensor(text(LONG, 1), device="cuda")
@@ -94,14 +99,14 @@ def test_a_chunk_between_its_layers_bears_rounds_and_draft_rows_of_others() -> N
     found = []
     for stops in (False, True):
         state = FusedState(config, slots=3, pages=64, max_draft=5)
-        rows = decoder.prefill(state, tokens[:100], 2, 0, other)
+        before = decoder.prefill(state, tokens[:100], 2, 0, other)
         hidden, start = [], 0
-        for part in tokens.split(CHUNK):
+        for part in tokens.split(rows):
             chunk = chunks.begin(state, part, 1, start, table)
             while stops and chunk.left:
                 chunk.advance()
                 decoder.verify(state, tokens[None, 100:104], [2], [100], [0], other[None], [0])
-                drafts.prefill(state, tokens[1:100], rows[:-1], 0, other)
+                drafts.prefill(state, tokens[1:100], before[:-1], 0, other)
             hidden.append(chunk.finish())
             drafts.prefill(state, part, hidden[-1], start, table)
             start += part.shape[0]

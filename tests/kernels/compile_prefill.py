@@ -29,10 +29,10 @@ from ninfer_core.kernels import (
 TYPES = {
     "*i32": "w wh ws ids rank counts row_of place tile_e tile_first tile_end tokens table",
     "*bf16": "projected taps ring norm out x16 h y u shared q_gain k_gain",
-    "*fp16": "qkv u_out w_out u_ptr w_ptr e_ptr states q q_out kv scales",
+    "*fp16": "qkv u_out w_out u_ptr w_ptr e_ptr states q q_out kv scales part first",
     "*i8": "codes",
-    "*fp32": "logits weights ab a_log dt_bias sums beta s_ptr x cos sin",
-    "i32": "units stride rows pairs tiles slot start chunks length room pages inner first_head",
+    "*fp32": "logits weights ab a_log dt_bias sums part_sums first_sums acc beta s_ptr x cos sin",
+    "i32": "units stride rows pairs tiles slot start chunks length room pages inner first_head part_rows head_stride row_stride",
     "fp32": "eps",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
@@ -64,13 +64,11 @@ def cases(capability: int) -> Iterator[Case]:
             "BF": up.outputs,
             "BT": up.tokens,
             "WIDTHS": up.widths,
-            "UNITS": up.units,
             "FMT": fmt,
         }
         if fmt == 4:
             yield "experts up", moe_prefill.expert_gate_up_kernel, up.warps, up.stages, constants, bf16
         constants = {"N": 2048, "INTER": 512, "BN": down.outputs, "BT": down.tokens, "WIDTHS": down.widths, "FMT": fmt}
-        constants |= {"UNITS": down.units}
         constants |= {"PARTS": up.tokens // down.tokens}
         yield f"experts down {fmt}", moe_prefill.expert_down_kernel, down.warps, down.stages, constants, {}
     constants = {"B": 4, "S": 4, "FMT": 6, "SLOTS": False}
@@ -93,6 +91,9 @@ def cases(capability: int) -> Iterator[Case]:
         yield "open pages", attention_prefill.open_pages_kernel, 8, 3, {"R": 64, "INT8": int8, "MOST": most}, pages
     rows, keys, warps, stages = _tiles_prefill.flash_tile_of(capability)
     yield "flash", attention_prefill.flash_kernel, warps, stages, shape | {"BM": rows, "BN": keys}, {}
+    for before in (0, 1, 2):
+        joined = shape | {"R": 16, "BEFORE": before, "LAST": before != 1}
+        yield "join", attention_prefill.join_kernel, 4, 3, joined, {}
     wide = {"E": 5120, "BE": 8192}
     yield "norm", norm_prefill.add_norm_kernel, 4, 3, wide | {"ADD": True, "SLOTS": True}, {}
     yield "embed", norm_prefill.embed_kernel, 4, 3, {"U": 32, "K": 2048, "BLOCK": 1024, "FMT": 6}, {}

@@ -6,6 +6,7 @@ bf16 off instead of rounding it, so the tolerances are twice those of the format
 
 from __future__ import annotations
 
+import itertools
 import sys
 from functools import partial
 from unittest import mock
@@ -70,20 +71,23 @@ def opened(fmt):
     near(out, x.float() @ values.T, BF16, "product")
 
 
-def experts(up_fmt, down_fmt, up_tile=Grouped(32, 16, 4, 1), down_tile=Grouped(32, 16, 4, 1), width=64):
-    rows, count, active, inner = 21, 4, 2, width
+def experts(up_fmt, down_fmt, up_tile=Grouped(32, 16, 4, 1), down_tile=Grouped(32, 16, 4, 1)):
+    rows, count, active, width, inner = 21, 4, 2, 64, 64
     up, up_values = matrix(count * 2 * inner, width, up_fmt)
     down, down_values = matrix(count * width, inner, down_fmt)
     logits, x = torch.randn(rows, count + 8), torch.randn(rows, width).bfloat16()
     logits[3, :count] = 0.0  # ties go to the lower experts
+    logits[4, :count] = torch.tensor([1.0, 1.0 + 2**-22, 0.5, 1.0 + 2**-21])
     logits[:, 2] = -9.0  # nobody chooses expert 2
     slots = moe_prefill.slots(width, "cpu")
     by_slot = torch.empty_like(x)
     by_slot[:, slots] = x
     routing = moe_prefill.Routing.empty(rows, count, active, up_tile.tokens, "cpu")
     moe_prefill.route(logits, torch.zeros(count, dtype=torch.int32), routing, count, active)
-    best, chosen = torch.sort(logits[:, :count], descending=True, stable=True)
-    best, chosen = best[:, :active].softmax(-1), chosen[:, :active]
+    bits = logits[:, :count].contiguous().view(torch.int32)  # an expert's number takes the place of the last two
+    chosen = torch.sort((bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -count, descending=True, stable=True)[1][:, :active]
+    assert chosen[4].tolist() == [3, 0], "a difference in the last bits does not count"
+    best = logits.gather(1, chosen).softmax(-1)
     assert torch.equal(routing.ids.view(rows, active).long(), chosen), "chosen experts"
     near(routing.weights.view(rows, active), best, EXACT, "router weights")
     place = routing.place.view(rows, active).long()
@@ -205,8 +209,7 @@ def attend(heads, kv_heads, *plan, kv="int8", capacity=0):
         part = slice(at, at + size)
         work = attention_prefill.AttentionWorkspace(
             empty(capacity or most, heads, 256, **half), empty(2 * kv_heads, room, 256, **half),
-            empty(most, heads * 256, dtype=torch.float32), empty(2, heads * most, dtype=torch.float32),
-            empty(most, heads * 256, **half),
+            empty(most, heads * 256, dtype=torch.float32), empty(heads * most, dtype=torch.float32),
         )  # fmt: skip
         out, p = empty(size, heads * 256), projected[part].clone()
         turns = cos[part].clone(), sin[part].clone()
@@ -240,10 +243,10 @@ def padded(heads, kv_heads, *plan):
         out = (score.softmax(-1) @ value[:, None]).half().flatten(0, 1)
         return out, score.logsumexp(-1).flatten(0, 1)
 
-    small = {"PART": 16, "FINE": 8, "COARSE": 32, "FEWEST": 8, "fused_part": attention}
+    small = {"PART": 16, "FINE": 8, "COARSE": 16, "FEWEST": 8, "fused_part": attention}
     with mock.patch.multiple(attention_prefill, **small):
         asked = attention_prefill.planned(64, 256)
-        assert len(asked) == len(set(asked)) == 18, asked
+        assert len(asked) == len(set(asked)) == 28, asked
         at = 0
         for size in plan:
             route = attention_prefill.Route.of(at, size, 64, True)
@@ -254,19 +257,25 @@ def padded(heads, kv_heads, *plan):
 
 
 def joined():
-    """Softmax over two parts of the keys, joined, is the softmax over all."""
+    """Softmax over parts of the keys, joined, is the softmax over all: one part, two, three."""
     rows, heads = 5, 2
     score, value = torch.randn(heads, rows, 40) * 3, torch.randn(heads, 40, 256)
     projected = torch.randn(rows, 2 * (heads + 1) * 256).bfloat16()
-    acc, sums, out = empty(rows, 512, dtype=torch.float32), empty(heads, rows, dtype=torch.float32), empty(rows, 512)
-    for number, keys in enumerate((slice(0, 7), slice(7, 40))):
-        part = (score[..., keys].softmax(-1) @ value[:, keys]).half()
-        attention_prefill.join_kernel[(heads, 1)](
-            part, score[..., keys].logsumexp(-1), acc, sums, projected, out, rows, rows, part.stride(0), part.stride(1),
-            H=heads, KH=1, R=16, FIRST=number == 0, LAST=number == 1,
-        )  # fmt: skip
     gate = torch.sigmoid(projected[:, 768:1280].float())
-    near(out, (score.softmax(-1) @ value).transpose(0, 1).reshape(rows, 512) * gate, BF16, "joined")
+    whole = (score.softmax(-1) @ value).transpose(0, 1).reshape(rows, 512) * gate
+    for cuts in ((0, 40), (0, 7, 40), (0, 7, 20, 40)):
+        acc, sums = empty(rows, 512, dtype=torch.float32), empty(heads, rows, dtype=torch.float32)
+        out, parts = empty(rows, 512), []
+        for first, last in itertools.pairwise(cuts):
+            scores = score[..., first:last]
+            parts.append(((scores.softmax(-1) @ value[:, first:last]).half(), scores.logsumexp(-1)))
+        for number in range(min(1, len(parts) - 1), len(parts)):
+            part, before = parts[number], parts[0] if number < 2 else (torch.full_like(x, NAN) for x in parts[0])
+            attention_prefill.join_kernel[(heads, 1)](
+                *part, *before, acc, sums, projected, out, rows, rows, part[0].stride(0), part[0].stride(1),
+                H=heads, KH=1, R=16, BEFORE=min(number, 2), LAST=number + 1 == len(parts),
+            )  # fmt: skip
+        near(out, whole, BF16, f"joined {cuts}")
     assert attention_prefill.part_lengths(77 * 1024) == [n * 1024 for n in (32, 32, 8, 4, 1)]
 
 
@@ -339,7 +348,6 @@ CASES = {f"opened {fmt}": (opened, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} | {
     "experts Q5 Q6": (experts, "Q5", "Q6"),
     "experts W8 W8": (experts, "W8", "W8"),
     "experts, narrow last tiles": (experts, "Q4", "Q5", Grouped(32, 16, 4, 1, 3), Grouped(32, 8, 4, 1, 2)),
-    "experts, two units a turn": (experts, "Q4", "Q5", Grouped(32, 16, 4, 1, 1, 2), Grouped(32, 16, 4, 1, 1, 2), 128),
     "rows": (rows,),
     "inverse": (inverse,),
     "delta 1": (delta, 1),

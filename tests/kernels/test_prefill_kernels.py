@@ -10,7 +10,7 @@ from tests.kernels.programs import interpreted, lines
 
 CASES = (
     "opened W8", "opened Q4", "opened Q5", "opened Q6", "experts Q4 Q5", "experts Q5 Q6", "experts W8 W8",
-    "experts, narrow last tiles", "experts, two units a turn", "rows", "inverse", "delta 1", "delta 63 and 2", "delta 64 and 65", "attention 1",
+    "experts, narrow last tiles", "rows", "inverse", "delta 1", "delta 63 and 2", "delta 64 and 65", "attention 1",
     "attention 63, 2", "attention 64, 66", "attention bf16", "attention padded", "joined", "sparse model",
     "sparse model in blocks", "dense model, bf16 pages",
 )  # fmt: skip
