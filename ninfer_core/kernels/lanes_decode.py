@@ -420,7 +420,7 @@ def sample(
     sample_kernel[(rows,)](
         logits, candidates.value, candidates.row, lanes, slots, scratch, scratch_z, token, bad, addressable,
         V=vocabulary, R=rows // slots.shape[0], BLOCK=triton.next_power_of_2(vocabulary // 32),
-        **_tiles.launch(lanes, 8),
+        **_tiles.launch(lanes, 16),
     )  # fmt: skip
 
 

@@ -196,7 +196,7 @@ def cases(full: bool = False):
 def round_cases(full: bool):
     """The kernels of a round around the layers."""
     yield "open", lanes_decode.open_kernel, 1, {}, {"R": 4, "BLOCK": 256}
-    yield "sample", lanes_decode.sample_kernel, 8, {}, {
+    yield "sample", lanes_decode.sample_kernel, 16, {}, {
         "V": 248320 if full else 8192, "R": 4, "BLOCK": 8192 if full else 256,
     }  # fmt: skip
     yield "mask", lanes_decode.mask_kernel, 4, {}, {"V": 248320, "R": 4, "BLOCK": 64}
