@@ -54,6 +54,10 @@ def ask_matrix(
     ask_words(ws, place, THREADS, UNITS * 8, APART, PTX)
 
 
+FEW = tl.constexpr(4)
+"""Rows up to which a call asks: of more rows kernels keep memory busy themselves."""
+
+
 def asks(matrix: KernelMatrix | None, none: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
     """What a kernel needs to ask for `matrix`: its planes, and the constants AHEAD (units; 0: nothing), AFMT, APART.
 

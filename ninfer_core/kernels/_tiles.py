@@ -90,6 +90,7 @@ class Family(NamedTuple):
     at once. `many_steps`, `many_registers`: those of projections of more rows, of which a program serves `blocks` of
     eight at most, of the router's `router_blocks`; `side`: their high-precision rows of a warp. `few_sequences`: see
     that function. `early`: see `_dequant.wait_for_inputs`. `row_ahead`: gate/up of one row reads it before the wait.
+    `held`: units of a program of routed experts that wait in shared memory, at most the 64 of `moe_decode.ROOM`.
     `choosing`: most rows whose down products choose their experts themselves. `ahead`: bytes that an ask for the next
     kernel's weights brings (`_ahead.py`), 0 for none. `measured`: on what, or how else chosen.
     """
@@ -104,6 +105,7 @@ class Family(NamedTuple):
     mlp: Tile = Tile(4, 5, 8, 5)
     expert_steps: int = 4
     item_steps: int = 2
+    held: int = 64
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
     shared_registers: int | None = 96
@@ -221,10 +223,10 @@ def head(matrix: KernelMatrix, rows: int) -> Tile:
 
 def head_registers(matrix: KernelMatrix, tile: Tile, blocks: int) -> int | None:
     """Bound on its registers: with several blocks three or four programs then fit on a multiprocessor."""
+    most = family(matrix.words)
     if blocks == 1:
-        most = family(matrix.words)
         return most.head_registers if matrix.format == "Q4" and is_long(matrix, most.projection) else None
-    return {4: 168, 2: 128}.get(blocks) if tile.warps <= 4 else None
+    return {4: 168, 2: 128}.get(blocks) if tile.warps <= 4 and not is_long(matrix, most.projection) else None
 
 
 def router(matrix: KernelMatrix) -> Tile:
@@ -251,10 +253,19 @@ def experts(matrix: KernelMatrix) -> Tile:
     return Tile(2, steps(matrix.groups, count, most.steps), count)
 
 
-def expert_steps(matrix: KernelMatrix, warps: int, rows: int) -> int:
-    """Steps that a warp of the routed experts has in flight in a call of several rows, whose programs are many."""
+def expert_held(matrix: KernelMatrix, warps: int, tiles: int, size: int) -> int:
+    """Steps of a warp of the routed experts, of `tiles` row tiles, that wait in the room of a program of `size` warps.
+
+    At most half of its share of K, of which `warps` have one each.
+    """
+    return min(matrix.groups // warps // 2, family(matrix.words).held // (tiles * size))
+
+
+def expert_steps(matrix: KernelMatrix, warps: int, rows: int, held: int = 0) -> int:
+    """Steps that a warp of the routed experts has in registers, beside `held`, in a call of several rows."""
     most = family(matrix.words)
-    return steps(matrix.groups, warps, most.expert_steps if rows <= 8 else most.item_steps)
+    share = matrix.groups // warps - held
+    return steps(share, 1, most.expert_steps if rows <= 8 else most.item_steps)
 
 
 def mlp(matrix: KernelMatrix, rows: int) -> Tile:
