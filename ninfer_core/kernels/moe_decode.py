@@ -133,11 +133,14 @@ def pair_gate_up_kernel(
         q, s = gathered_pointers(
             xq, xs, tl.arange(0, X)[:, None], lane[None, :], t, (t + lane * 0)[None, :], K // 32, FMT
         )
-        squares = row_squares(ss, t + lane * 0, PARTS, EARLY1, PTX)
         loaded = ()
         if LOADED:
+            squares = row_squares(ss, t + lane * 0, PARTS, EARLY1, PTX)
             loaded = row_columns(q, s, 0, U // X, FMT, X, EARLY1, PTX)
-        wait_for_inputs(PDL)
+            wait_for_inputs(PDL)
+        else:
+            wait_for_inputs(PDL)
+            squares = row_squares(ss, t + lane * 0, PARTS, FRESH1, PTX)
         expert = expert_of(logits, tl.arange(0, X) * 0 + t, rows, index % TOPK, FRESH1, E, PTX)[:, None]
         acc = tile_sums(w, wh, ws, expert, tile, loaded, q, s, INTER, U, FMT, S, X, LOADED, PTX)
         if AHEAD:  # this program's share of what `expert_down_kernel` reads of the expert
@@ -356,7 +359,8 @@ def route_and_shared(
         side_words(router), logits, rows, router.shape[0], eps,
         N=shared_gate_up.rows, U=shared_gate_up.groups, K=shared_gate_up.columns, PARTS=a.ss.shape[1], HEADS=False,
         ROWNORM=True, SIDE=each, FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
-        NB=blocks, R=_tiles.window(rows), **_tiles.launch(logits, tile.warps),
+        NB=blocks, R=_tiles.window(rows),
+        **_tiles.launch(logits, tile.warps, leads=rows == 1 and not _tiles.family(logits).row_ahead),
     )  # fmt: skip
 
 
