@@ -31,37 +31,22 @@ from tests.bench.kernel_inputs import read_bandwidth
 BOUNDS = ExpertRegisters()
 FAMILY = {
     "default": {},
+    "no ahead": {"ahead": 0},
+    "ahead 64": {"ahead": 64},
+    "ahead 32": {"ahead": 32},
+    "out 2 8 8, no ahead": {"ahead": 0, "residual": Tile(2, 8, 8)},
     "late": {"early": False},
     "free registers": {"registers": None},
-    "down 128": {"expert_registers": BOUNDS._replace(down_row=128)},
-    "down 144": {"expert_registers": BOUNDS._replace(down_row=144)},
-    "down 160": {"expert_registers": BOUNDS._replace(down_row=160)},
-    "up 112": {"expert_registers": BOUNDS._replace(up_row=112)},
-    "up 112, down 128": {"expert_registers": BOUNDS._replace(up_row=112, down_row=128)},
-    "up 96, down 160": {"expert_registers": BOUNDS._replace(up_row=96, down_row=160)},
-    "down chooses 4": {"choosing": 4},
-    "down chooses 4, 128": {"choosing": 4, "expert_registers": BOUNDS._replace(down_row=128)},
-    "down chooses 4, 128, up 96": {
-        "choosing": 4,
-        "expert_registers": BOUNDS._replace(up_row=112, up_pairs=96, down_row=128),
-    },
-    "up free": {"expert_registers": BOUNDS._replace(up_row=None)},
+    "asks for nothing": {"ahead": 0},
+    "asks apart": {"ahead": 256},
     "row behind": {"row_ahead": False},
-    "row behind, down 128": {"row_ahead": False, "expert_registers": BOUNDS._replace(down_row=128)},
-    "out 2 8 16": {"residual": Tile(2, 8, 16)},
+    "up free": {"expert_registers": BOUNDS._replace(up_row=None)},
+    "down 168": {"expert_registers": BOUNDS._replace(down_row=168)},
     "out 2 8 8": {"residual": Tile(2, 8, 8)},
-    "out 2 4 16": {"residual": Tile(2, 4, 16)},
     "in 1 8 4": {"projection": Tile(1, 8, 4)},
-    "in 1 8 8": {"projection": Tile(1, 8, 8)},
     "in 2 4 4": {"projection": Tile(2, 4, 4)},
-    "in 2 8 8": {"projection": Tile(2, 8, 8)},
-    "in 96": {"registers": 96},
-    "in 1 8 4, 96": {"projection": Tile(1, 8, 4), "registers": 96},
-    "router 1 8 8": {"router": Tile(1, 8, 8)},
     "router 1 8 4": {"router": Tile(1, 8, 4)},
     "router 2 8 4": {"router": Tile(2, 8, 4)},
-    "up 2 2 8": {"experts": Tile(2, 2, 8)},
-    "up 2 1 16": {"experts": Tile(2, 1, 16)},
 }
 """Fields of `_tiles.Family`."""
 LOADS = {
@@ -70,7 +55,7 @@ LOADS = {
     "plain loads": "",
 }
 """Qualifiers of weight loads; a process of its own each, as kernels keep the first they saw."""
-FIRST = ("default", *(name for name in FAMILY if name.startswith(("down", "up 1", "up 96", "up free", "row"))), "late")
+FIRST = ("default", "asks for nothing", "asks apart", "row behind", "up free", "down 168", "out 2 8 8", "late")
 """What answers the open questions; everything else comes behind the contexts and routings."""
 CONTEXTS = (7_680, 130_048, 260_096)
 ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}
