@@ -37,8 +37,6 @@ FAMILY = {
     "out 2 8 8, no ahead": {"ahead": 0, "residual": Tile(2, 8, 8)},
     "late": {"early": False},
     "free registers": {"registers": None},
-    "asks for nothing": {"ahead": 0},
-    "asks apart": {"ahead": 256},
     "row behind": {"row_ahead": False},
     "up free": {"expert_registers": BOUNDS._replace(up_row=None)},
     "down 168": {"expert_registers": BOUNDS._replace(down_row=168)},
@@ -55,7 +53,7 @@ LOADS = {
     "plain loads": "",
 }
 """Qualifiers of weight loads; a process of its own each, as kernels keep the first they saw."""
-FIRST = ("default", "asks for nothing", "asks apart", "row behind", "up free", "down 168", "out 2 8 8", "late")
+FIRST = ("default", "no ahead", "ahead 64", "ahead 32", "row behind", "up free", "down 168", "out 2 8 8", "late")
 """What answers the open questions; everything else comes behind the contexts and routings."""
 CONTEXTS = (7_680, 130_048, 260_096)
 ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}
