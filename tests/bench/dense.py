@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ninfer_core.kernels import _tiles, compile_ahead
+from ninfer_core.kernels import gated_delta_decode as delta
 from ninfer_core.kernels import head_decode as heads
 from ninfer_core.kernels import linear_decode as linear
 from ninfer_core.kernels import mlp_decode as mlp
@@ -42,55 +43,26 @@ class Role:
     variants: dict[str, Fields]
 
 
-def shared(steps: int, warps: int, parts: int, registers: int | None) -> Fields:
-    """A residual projection by `parts` programs a group."""
-    return {"shared": Tile(2, steps, warps, parts), "shared_registers": registers, "shared_dense": True}
-
-
 def up(steps: int, warps: int, parts: int, registers: int | None = 128) -> Fields:
     """Gate and up with the groups left over in `parts` parts; 1: not shared."""
     return {"mlp": Tile(4, steps, warps, parts), "registers": registers}
 
 
-def into(tiles: int, steps: int, warps: int, registers: int | None = 128) -> Fields:
-    """The input projection."""
-    return {"long": Tile(tiles, steps, warps), "projection": Tile(2, 8, warps), "registers": registers}
-
-
 ONE: Fields = {"shared": Tile(2, 2, 4, 1)}
 ROLES = {
-    "out": Role(5120, 6144, "Q5", {
-        "one": ONE, "4 parts, 2 4 / 96": shared(2, 4, 4, 96), "4 parts, 2 4 / 128": shared(2, 4, 4, 128),
-        "4 parts, 4 4 / 96": shared(4, 4, 4, 96), "4 parts, 6 4 / 104": shared(6, 4, 4, 104),
-        "2 parts, 2 8 / 128": shared(2, 8, 2, 128), "2 parts, 6 8 / 128": shared(6, 8, 2, 128),
-        "8 parts, 2 2 / 96": shared(2, 2, 8, 96), "8 parts, 6 2 / 104": shared(6, 2, 8, 104),
-    }),
-    "down": Role(5120, 17408, "Q5", {
-        "one": ONE, "4 parts, 2 4 / 96": shared(2, 4, 4, 96), "4 parts, 2 4 / 128": shared(2, 4, 4, 128),
-        "4 parts, 1 4 / 80": shared(1, 4, 4, 80), "4 parts, 3 4 / 104": shared(3, 4, 4, 104),
-        "4 parts, 4 4 / 128": shared(4, 4, 4, 128), "2 parts, 2 8 / 128": shared(2, 8, 2, 128),
-        "8 parts, 2 2 / 96": shared(2, 2, 8, 96),
-    }),
-    "up": Role(34816, 5120, "Q4", {
-        "one": up(5, 8, 1), "5 parts": up(5, 8, 5), "2 parts": up(5, 8, 2), "2 8": up(2, 8, 1), "5 parts, 2 8": up(2, 8, 5),
-        "5 parts, 2 4": up(2, 4, 5), "5 parts, free": up(5, 8, 5, None),
-    }),
-    "in": Role(16384, 5120, "Q5", {
-        "one": into(1, 10, 4), "1 10 4, 104": into(1, 10, 4, 104), "1 5 4, 80": into(1, 5, 4, 80), "1 5 4": into(1, 5, 4),
-        "2 5 4": into(2, 5, 4), "1 10 2": into(1, 10, 2),
-    }),
+    "out": Role(5120, 6144, "Q5", {"one": ONE, "default": {}, "112": {"shared_registers": 112}}),
+    "down": Role(5120, 17408, "Q5", {"one": ONE, "default": {}}),
+    "up": Role(34816, 5120, "Q4", {"one": up(5, 8, 1), "default": {}}),
+    "in": Role(16384, 5120, "Q5", {"default": {}}),
     "draft head": Role(131072, 5120, "Q4", {
-        "one": {}, "80": {"head_registers": 80}, "96": {"head_registers": 96}, "2 2 8": {"projection": Tile(2, 2, 4)},
-        "2 2 8 / 80": {"projection": Tile(2, 2, 4), "head_registers": 80},
-        "2 10 8 / 128": {"projection": Tile(2, 10, 4), "head_registers": 128},
-    }),
-    "out 35B": Role(2048, 4096, "W8", {
-        "one": {}, "2 parts, 8 8": shared(8, 8, 2, None), "2 parts, 4 8 / 96": shared(4, 8, 2, 96),
-        "4 parts, 8 4 / 128": shared(8, 4, 4, 128), "4 parts, 8 4 / 96": shared(8, 4, 4, 96),
+        "one": {"head": Tile(2, 5, 8), "head_registers": None}, "default": {}, "112": {"head_registers": 112},
     }),
 }  # fmt: skip
-LAYER = {"one": ONE | up(5, 8, 1), "out and down shared": up(5, 8, 1), "up shared": ONE, "default": {}}
-"""Input projection, output projection, gate/up and down of ten layers, without the mixers; the values mean nothing."""
+LAYER = {
+    "default": {}, "no ahead": {"ahead": 0}, "ahead 64": {"ahead": 64}, "ahead 32": {"ahead": 32},
+    "late": {"early": False}, "late, no ahead": {"early": False, "ahead": 0},
+}  # fmt: skip
+"""Mixer and output projection of ten layers, and all their Gated DeltaNet launches; the values mean nothing."""
 COPIES = 10
 CALLS = 20
 
@@ -151,6 +123,25 @@ class Calls:
         return [codes, scales] if self.role == "up" else [self.x[1], codes, scales, squares]
 
 
+class Mixer:
+    """Gated DeltaNet between an input and an output projection."""
+
+    def __init__(self, into: Calls, out: Calls) -> None:
+        self.into, self.out, device = into, out, kernel_inputs.DEVICE
+        self.states = [delta.DeltaState.empty(1, 16, 48, device) for _ in range(COPIES)]
+        self.taps = torch.randn(4, 10240, device=device).bfloat16()
+        self.a_log, self.dt = torch.randn(48, device=device) * 0.3, torch.randn(48, device=device)
+        self.norm = torch.ones(128, device=device).bfloat16()
+        self.numbers = [torch.full((1,), n, dtype=torch.int32, device=device) for n in (0, 100, 1)]
+
+    def run(self, i: int) -> None:
+        """The mixer of layer `i`."""
+        delta.gated_delta(
+            self.into.wide, self.into.gates, self.taps, self.a_log, self.dt, self.norm, self.states[i], *self.numbers,
+            self.out.a, ahead=self.out.weights[i],
+        )  # fmt: skip
+
+
 def values(call: Calls) -> torch.Tensor:
     """The result as numbers."""
     if call.role == "in":
@@ -201,6 +192,22 @@ def alone(role: str, call: Calls, changed: Fields) -> float:
         return graph_time(chain, 9) / CALLS
 
 
+def layers(record: Record, n: int, calls: dict[tuple[str, int], Calls]) -> None:
+    """Mixer and output projection, and whole layers, of `n` rows, under every variant of `LAYER`."""
+    mixer = Mixer(calls["in", n], calls["out", n])
+    steps = {name: calls[name, n].run for name in ("in", "out", "up", "down")} | {"mixer": mixer.run}
+    for part in (("mixer", "out"), ("in", "mixer", "out", "up", "down")):
+
+        def chain(part: tuple[str, ...] = part) -> None:
+            for i in range(COPIES):
+                for name in part:
+                    steps[name](i)
+
+        for label, changed in LAYER.items():
+            with fields(changed):
+                record.add(f"{', '.join(part)}: {label}, {n} rows", graph_time(chain, 15) / COPIES)
+
+
 def measure(options: argparse.Namespace) -> None:
     """Compile, check, time."""
     record, rows = Record(options.json, "cuda"), [int(n) for n in options.rows.split(",")]
@@ -238,15 +245,7 @@ def measure(options: argparse.Namespace) -> None:
             record.add(f"{name}, {label}", found)
     if {"in", "out", "up", "down"} <= set(roles):
         for n in rows:
-            for label, changed in LAYER.items():
-
-                def layers(n: int = n) -> None:
-                    for i in range(COPIES):
-                        for name in ("in", "out", "up", "down"):
-                            calls[name, n].run(i)
-
-                with fields(changed):
-                    record.add(f"layer, {label}, {n} rows", graph_time(layers, 9) / COPIES)
+            layers(record, n, calls)
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ import torch
 
 from ninfer_core.kernels import _dequant, _tiles
 from ninfer_core.kernels._tiles import ExpertRegisters, Tile
+from tests.bench import chain
 from tests.bench.chain import PARTS, Chain, context_times, routing_cost, run_chain
 from tests.bench.common import Record
 from tests.bench.kernel_checks import CHECKS, faults
@@ -32,6 +33,8 @@ BOUNDS = ExpertRegisters()
 FAMILY = {
     "default": {},
     "no ahead": {"ahead": 0},
+    "ahead for out": {"asks": "ma"},
+    "ahead for down": {"asks": "u"},
     "ahead 64": {"ahead": 64},
     "ahead 32": {"ahead": 32},
     "out 2 8 8, no ahead": {"ahead": 0, "residual": Tile(2, 8, 8)},
@@ -46,14 +49,26 @@ FAMILY = {
     "router 1 8 4": {"router": Tile(1, 8, 4)},
     "router 2 8 4": {"router": Tile(2, 8, 4)},
 }
-"""Fields of `_tiles.Family`."""
+"""Fields of `_tiles.Family`; "asks": `chain.ASKS`."""
 LOADS = {
     "loads through .nc": ".nc.L1::no_allocate.L2::256B",
     "loads without sectors": ".L1::no_allocate",
     "plain loads": "",
 }
 """Qualifiers of weight loads; a process of its own each, as kernels keep the first they saw."""
-FIRST = ("default", "no ahead", "ahead 64", "ahead 32", "row behind", "up free", "down 168", "out 2 8 8", "late")
+FIRST = (
+    "default",
+    "no ahead",
+    "ahead for out",
+    "ahead for down",
+    "ahead 64",
+    "ahead 32",
+    "row behind",
+    "up free",
+    "down 168",
+    "out 2 8 8",
+    "late",
+)
 """What answers the open questions; everything else comes behind the contexts and routings."""
 CONTEXTS = (7_680, 130_048, 260_096)
 ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}
@@ -63,11 +78,13 @@ ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}
 @contextmanager
 def applied(name: str) -> Iterator[None]:
     """The tile tables of a variant of `FAMILY`."""
-    families = dict(_tiles.FAMILIES)
-    _tiles.FAMILIES.update({n: f._replace(**FAMILY.get(name, {})) for n, f in families.items()})
+    families, asks, changed = dict(_tiles.FAMILIES), chain.ASKS, dict(FAMILY.get(name, {}))
+    chain.ASKS = changed.pop("asks", asks)
+    _tiles.FAMILIES.update({n: f._replace(**changed) for n, f in families.items()})
     try:
         yield
     finally:
+        chain.ASKS = asks
         _tiles.FAMILIES.update(families)
 
 
