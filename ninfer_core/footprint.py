@@ -237,7 +237,8 @@ def prefill_workspace_bytes(config: ModelConfig, rows: int, context: int) -> int
     else:
         mlp = rows * 2 * (3 * inner + hidden)
     widest = max(config.conv_channels + value, 2 * (query + kv), 2 * inner)
-    scratch = 2 * min(widest * max(hidden, inner), SCRATCH)
+    both = (config.conv_channels + 2 * value) * hidden if rows > block else 0
+    scratch = 2 * min(max(widest * max(hidden, inner), both), SCRATCH)
     drafts = rows * 4 * hidden + block * (8 * hidden + 4 * (query + kv))
     rest = rows * hidden * 8 + scratch
     rest += rows * 8 * hidden + block * (4 * query + 8 * config.num_attention_heads)  # what lives for one chunk

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -64,6 +66,19 @@ def packed_product(
         opened = scratch[: (last - first) * width].view(last - first, width)
         dequantize(rows_of(weight, first, last), opened, slots)
         product(x, opened, out[:, first:last])
+
+
+def open_all(weights: Sequence[KernelMatrix], scratch: torch.Tensor) -> list[torch.Tensor] | None:
+    """The weights opened one behind the other in `scratch` (bf16), for several products with each; None: no room."""
+    if sum(weight.rows * weight.columns for weight in weights) > scratch.numel():
+        return None
+    found, first = [], 0
+    for weight in weights:
+        last = first + weight.rows * weight.columns
+        found.append(scratch[first:last].view(weight.rows, weight.columns))
+        dequantize(weight, found[-1])
+        first = last
+    return found
 
 
 def rows_of(weight: KernelMatrix, first: int, last: int) -> KernelMatrix:

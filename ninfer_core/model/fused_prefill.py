@@ -26,7 +26,7 @@ from ..kernels import attention_prefill as attention
 from ..kernels import moe_prefill as moe
 from ..kernels._tiles_prefill import expert_tiles, fused_attention
 from ..kernels.gated_delta_prefill import DeltaWorkspace, gated_delta_chunk
-from ..kernels.linear_prefill import packed_product, product, rows_of
+from ..kernels.linear_prefill import open_all, packed_product, product, rows_of
 from ..kernels.norm_prefill import add_norm, embed_rows, swiglu
 from ..kernels.rope import rope_tables
 from ..packed_tree import PackedAttention, PackedGdn, PackedLayer, PackedMlp, PackedMoe, PackedMtp, PackedWeights
@@ -178,6 +178,8 @@ class PrefillWorkspace:
         self.out = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
         widest = max(config.conv_channels + config.gdn_value_width, 2 * (config.query_width + config.kv_width))
         most = max(widest, 2 * config.intermediate_size) * max(hidden, config.intermediate_size)
+        if rows > self.block:  # the weights of a Gated DeltaNet together (`_gdn`)
+            most = max(most, (config.conv_channels + 2 * config.gdn_value_width) * hidden)
         self.scratch = torch.empty(min(most, SCRATCH), dtype=torch.bfloat16, device=device)
         layers = config.num_hidden_layers
         self.counts = torch.empty(layers, max(1, config.num_experts), dtype=torch.int32, device=device)
@@ -316,12 +318,14 @@ class FusedPrefill:
         layers, u, counts = self.weights.layers, self.work.u[: call.rows], [0, 0]
         for i, layer in enumerate(layers):
             attends = isinstance(layer.mixer, PackedAttention)
-            stores = state.kv if attends else state.gdn
-            for block in call.blocks:
+            for block in call.blocks if attends else call.blocks[-1:]:
                 if number != self._begun:
                     raise RuntimeError("another prompt chunk has begun in the workspace of this one")
-                self._mixer(layer.mixer, stores[counts[attends]], call, block)
-                if attends and block is not call.blocks[-1]:
+                if isinstance(layer.mixer, PackedAttention):
+                    self._attention(layer.mixer, state.kv[counts[True]], call, block)
+                else:
+                    self._gdn(layer.mixer, state.gdn[counts[False]], call)
+                if block is not call.blocks[-1]:
                     yield None
             counts[attends] += 1
             if i + 1 < len(layers):
@@ -409,24 +413,34 @@ class FusedPrefill:
             places, features = embeddings
             x.index_copy_(0, torch.as_tensor(places, dtype=torch.int64, device=self.device), features.to(x))
 
-    def _mixer(
-        self, mixer: PackedGdn | PackedAttention, store: DeltaState | KVLayer, call: _Chunk, block: _Block
-    ) -> None:
-        """The mixer of a block of the rows in `work.u`, and its output projection to `work.out`."""
-        work, config, rows = self.work, self.config, block.rows
-        u, out = (t[block.first : block.first + rows] for t in (work.u, work.out))
-        if isinstance(mixer, PackedGdn):
-            assert isinstance(store, DeltaState)
-            g = self._views.gdn(rows)
-            packed_product(u, mixer.proj, work.scratch, g.proj)
+    def _gdn(self, mixer: PackedGdn, store: DeltaState, call: _Chunk) -> None:
+        """Gated DeltaNet of the rows in `work.u`, block by block, and its output projection to `work.out`.
+
+        With several blocks the weights are opened once for all, where both fit in the scratch.
+        """
+        work, packed = self.work, (mixer.proj, mixer.output)
+        opened = open_all(packed, work.scratch) if len(call.blocks) > 1 else None
+        for block in call.blocks:
+            u, out = (t[block.first : block.first + block.rows] for t in (work.u, work.out))
+            g = self._views.gdn(block.rows)
+            if opened:
+                product(u, opened[0], g.proj)
+            else:
+                packed_product(u, mixer.proj, work.scratch, g.proj)
             product(u, mixer.side, g.ab)
             gated_delta_chunk(
                 g.proj, g.ab, mixer.taps, mixer.a_log, mixer.dt_bias, mixer.norm, store, call.slot, block.start,
                 g.delta, g.mixed, eps=self.eps,
             )  # fmt: skip
-            packed_product(g.mixed, mixer.output, work.scratch, out)
-            return
-        assert isinstance(store, KVLayer)
+            if opened:
+                product(g.mixed, opened[1], out)
+            else:
+                packed_product(g.mixed, mixer.output, work.scratch, out)
+
+    def _attention(self, mixer: PackedAttention, store: KVLayer, call: _Chunk, block: _Block) -> None:
+        """The attention of a block of the rows in `work.u`, and its output projection to `work.out`."""
+        work, config, rows = self.work, self.config, block.rows
+        u, out = (t[block.first : block.first + rows] for t in (work.u, work.out))
         buffers, heads, lead = self._views.attention, config.num_attention_heads, block.route.lead
         proj, mixed, own = buffers.proj[:rows], buffers.mixed[:rows], buffers.attention
         packed_product(u, mixer.proj, work.scratch, proj)
