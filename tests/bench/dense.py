@@ -1,7 +1,7 @@
 """The dense projections of the 27B, each alone and one behind the other, in variants: `python -m tests.bench.dense --json FILE`.
 
 Times a call over weights that no call shortly before has read, in one graph of twenty, beside its floor. Before that all
-variants are compiled, in parallel, and checked: against one program for each group, a row alone against the same row among
+variants are compiled, in parallel, and checked: against the first variant, a row alone against the same row among
 four, and twenty more times, whose bits must not change. `--only out,down` and `--rows 1` leave parts out.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +156,7 @@ def checked(role: str, weights: list, changed: Fields) -> dict[str, object]:
     many = Calls(role, 4, weights)
     few = Calls(role, 1, weights, many.a)
     few.x[0] = many.x[0][:1].contiguous()
-    with fields(ROLES[role].variants["one"]):
+    with fields(next(iter(ROLES[role].variants.values()))):
         many.run(0)
         expected = values(many).clone()
     found: dict[str, object] = {}
@@ -192,10 +192,14 @@ def alone(role: str, call: Calls, changed: Fields) -> float:
         return graph_time(chain, 9) / CALLS
 
 
-def layers(record: Record, n: int, calls: dict[tuple[str, int], Calls]) -> None:
-    """Mixer and output projection, and whole layers, of `n` rows, under every variant of `LAYER`."""
+def layer_steps(n: int, calls: dict[tuple[str, int], Calls]) -> dict[str, Callable[[int], None]]:
+    """The launches of a layer of `n` rows by name, for the layer's number."""
     mixer = Mixer(calls["in", n], calls["out", n])
-    steps = {name: calls[name, n].run for name in ("in", "out", "up", "down")} | {"mixer": mixer.run}
+    return {name: calls[name, n].run for name in ("in", "out", "up", "down")} | {"mixer": mixer.run}
+
+
+def layers(record: Record, n: int, steps: dict[str, Callable[[int], None]]) -> None:
+    """Mixer and output projection, and whole layers, of `n` rows, under every variant of `LAYER`."""
     for part in (("mixer", "out"), ("in", "mixer", "out", "up", "down")):
 
         def chain(part: tuple[str, ...] = part) -> None:
@@ -219,12 +223,20 @@ def measure(options: argparse.Namespace) -> None:
     }
     calls = {(name, n): Calls(name, n, weights[name]) for name in roles for n in {1, 4, *rows}}
 
+    whole = {"in", "out", "up", "down"} <= set(roles)
+    steps = {n: layer_steps(n, calls) for n in rows} if whole else {}
+
     def every() -> None:
         for name in roles:
             for changed in ROLES[name].variants.values():
                 with fields(changed):
                     for n in {1, 4, *rows}:
                         calls[name, n].run(0)
+        for changed in LAYER.values():
+            with fields(changed):
+                for launches in steps.values():
+                    for launch in launches.values():
+                        launch(0)
 
     try:
         compile_ahead.compile_all(compile_ahead.noted(every))
@@ -243,9 +255,8 @@ def measure(options: argparse.Namespace) -> None:
             except Exception as error:
                 found["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
             record.add(f"{name}, {label}", found)
-    if {"in", "out", "up", "down"} <= set(roles):
-        for n in rows:
-            layers(record, n, calls)
+    for n in steps:
+        layers(record, n, steps[n])
 
 
 def main() -> int:
