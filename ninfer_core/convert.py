@@ -157,7 +157,7 @@ def convert(
         _write(partial, plan, done, progress, workers or min(16, os.cpu_count() or 1), shards)
         _finish(partial, dst, plan, form)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         missing = plan.total - _allocated(partial)
         raise DiskSpaceError(str(partial), max(missing, 1), shutil.disk_usage(partial).free) from error

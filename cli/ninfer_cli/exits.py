@@ -47,7 +47,7 @@ def code_of(error: BaseException) -> int:
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DISK
     # A path the user named that cannot be opened is the user's to fix; another OSError is not.
     if isinstance(error, FileExistsError) or (isinstance(error, OSError) and error.filename is not None):
@@ -59,6 +59,8 @@ def text_of(error: BaseException) -> str:
     """The error as the user sees it, without a traceback."""
     if isinstance(error, errors.NinferError):
         return error.message
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return "file too large: the file system or a limit of the shell (ulimit -f) ends it; choose another folder"
     if isinstance(error, OSError) and code_of(error) != INTERNAL:
         where = f": {error.filename}" if error.filename is not None else ""
         return f"{error.strerror.lower()}{where}" if error.strerror else str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,22 @@ def test_start_up_work(tmp_path: Path, args: list[str]) -> None:
 def test_importing_the_program_loads_no_torch() -> None:
     code = f"import sys, ninfer_cli.main; bad = {HEAVY!r} & set(sys.modules); assert not bad, bad"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment(Path.home()))
+
+
+def test_ctrl_c_while_the_program_is_loading_is_quiet(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *args):\n"
+        "        if name == 'typer':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from ninfer_cli.__main__ import main\n"
+        "main()"
+    )
+    call = [sys.executable, "-c", code]
+    done = subprocess.run(call, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")  # which shells show as 130
 
 
 def command_names() -> set[str]:

@@ -86,6 +86,14 @@ def test_no_room_is_exit_code_7(cli: Any, hub: FakeHub, monkeypatch: pytest.Monk
     assert set(hub.sent) <= {"manifest.json"}
 
 
+def test_a_limit_on_file_sizes_is_exit_code_7_too(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repos["me/x"] = {"x.ninfer": ninfer_file("x", 400_000)}
+    env = {**os.environ, **hub.environ(NINFER_MODELS=str(tmp_path / "models"), PYTHONPATH=f"{ROOT}:{ROOT / 'cli'}")}
+    line = f'ulimit -f 200; exec "{sys.executable}" -B -m ninfer_cli pull me/x'  # blocks of 1,024 bytes
+    done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 7 and "error: file too large" in done.stderr and "ulimit -f" in done.stderr, done.stderr
+
+
 def test_cp_and_rm(cli: Any, hub: FakeHub, tmp_path: Path) -> None:
     hub.repos["me/My-Model"] = artifact_files()
     cli("pull", "me/My-Model", "--quiet")

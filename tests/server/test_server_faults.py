@@ -152,6 +152,14 @@ def test_other_endpoints_refuse(serve: Any, path: str, body: Any, param: str | N
     refused(serve(), path, body, param)
 
 
+def test_the_field_is_named_once(serve: Any) -> None:
+    for change in ({"max_tokens": 0}, {"stop_sequences": [""]}, {"thinking": {"type": "enabled", "budget_tokens": -1}}):
+        message = serve().post("/v1/messages", {"messages": USER, **change}).json()["error"]["message"]
+        name, value = next(iter(change.items()))
+        name = f"{name}.budget_tokens" if isinstance(value, dict) else name
+        assert message.startswith(name) and message.count(name) == 1, message
+
+
 def test_odd_but_valid_values_are_taken(serve: Any) -> None:
     server = serve(ScriptedEngine("Hello!", context_length=1 << 20))
     tools = [{"type": "function", "function": {**BASH, "name": f"tool_{i}"}} for i in range(512)]

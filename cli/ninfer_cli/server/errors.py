@@ -143,7 +143,7 @@ def body_of(fault: Fault, dialect: Dialect, request_id: str) -> dict[str, Any]:
         text = fault.message
         if fault.overflow:
             text = f"prompt is too long: {fault.overflow[0]} tokens > {fault.overflow[1]} maximum"
-        elif fault.param:
+        elif fault.param and not text.startswith(fault.param):
             text = f"{fault.param}: {text}"
         kind = _ANTHROPIC_TYPES.get(status_of(fault, dialect), "api_error")
         return {"type": "error", "error": {"type": kind, "message": text, **fault.extra}, "request_id": request_id}
