@@ -76,7 +76,7 @@ class ExpertRegisters(NamedTuple):
     up_items: int | None = 80
     down_row: int | None = None
     down_pairs: int | None = 128
-    down_items: int | None = None
+    down_items: int | None = 80
 
 
 class Family(NamedTuple):
@@ -85,11 +85,12 @@ class Family(NamedTuple):
     `long`: a projection whose K takes more than two stages of `projection`. `shared`: a projection with the residual in
     a packed format whose groups of 32 are uneven on the card, bounded by `shared_registers`. `head`, `head_registers`:
     the output head, where the registers of a stage of its four-bit codes suffice for a long K. `expert_steps`,
-    `item_steps`: most steps of the routed experts with two to eight rows, and with more. `expert_registers`,
-    `registers`: bounds for the routed experts, and for other kernels of at most eight rows, so that more programs fit
-    at once. `many_steps`, `many_registers`: those of projections of more rows, of which a program serves `blocks` of
-    eight at most, of the router's `router_blocks`; `side`: their high-precision rows of a warp. `few_sequences`: see
-    that function. `early`: see `_dequant.wait_for_inputs`. `row_ahead`: gate/up of one row reads it before the wait.
+    `item_steps`: most steps of the routed gate/up with two to eight rows, and with more, `down_steps` of down with more
+    than `choosing`. `expert_registers`, `registers`: bounds for the routed experts, and for other kernels of at most
+    eight rows, so that more programs fit at once. `many_steps`, `many_registers`: those of projections of more rows, of
+    which a program serves `blocks` of eight at most, of the router's `router_blocks`; `side`: their high-precision rows
+    of a warp. `few_sequences`: see that function. `early`: see `_dequant.wait_for_inputs`. `row_ahead`: gate/up of one
+    row reads it before the wait.
     `held`: units of a program of routed experts that wait in shared memory, at most the 64 of `moe_decode.ROOM`.
     `choosing`: most rows whose down products choose their experts themselves. `ahead`: bytes that an ask for the next
     kernel's weights brings (`_ahead.py`), 0 for none. `measured`: on what, or how else chosen.
@@ -104,7 +105,8 @@ class Family(NamedTuple):
     experts: Tile = Tile(2, 4, 8)
     mlp: Tile = Tile(4, 5, 8, 5)
     expert_steps: int = 4
-    item_steps: int = 2
+    item_steps: int = 1
+    down_steps: int = 2
     held: int = 64
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
@@ -262,10 +264,14 @@ def expert_held(matrix: KernelMatrix, warps: int, tiles: int, size: int) -> int:
 
 
 def expert_steps(matrix: KernelMatrix, warps: int, rows: int, held: int = 0) -> int:
-    """Steps that a warp of the routed experts has in registers, beside `held`, in a call of several rows."""
+    """Steps that a warp of the routed gate/up has in registers, beside `held`, in a call of several rows."""
     most = family(matrix.words)
-    share = matrix.groups // warps - held
-    return steps(share, 1, most.expert_steps if rows <= 8 else most.item_steps)
+    return parts(matrix.groups // warps - held, most.expert_steps if rows <= 8 else most.item_steps)
+
+
+def down_steps(matrix: KernelMatrix, held: int) -> int:
+    """The same of the routed down products."""
+    return parts(matrix.groups - held, family(matrix.words).down_steps)
 
 
 def mlp(matrix: KernelMatrix, rows: int) -> Tile:

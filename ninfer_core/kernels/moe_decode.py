@@ -42,7 +42,7 @@ from ._experts import (
     inner_units,
     item_tile,
     of_slot,
-    own_inner_units,
+    outer_sums,
     row_columns,
     row_squares,
     shared_rows,
@@ -53,7 +53,7 @@ from ._experts import (
     top_experts,
 )
 from ._order import Activation, KernelMatrix
-from ._room import room, room_of, wait_for_copies
+from ._room import room, room_of
 from .linear_decode import fresh, linear_kernel, norm_gains, side_programs, side_words
 
 ROOM = room(32 * 1024)
@@ -156,7 +156,7 @@ def pair_gate_up_kernel(
 def item_gate_up_kernel(
     w, wh, ws, xq, xs, ss, shared_gate_up, hq, hs, items, used, rows, eps,
     TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    HELD: tl.constexpr, S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile, 1 + item): the same for the pairs of an item; index 0 quantises the shared expert's rows."""
     tile = tl.program_id(0)
@@ -171,14 +171,18 @@ def item_gate_up_kernel(
     if index < 0:
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
     elif index < filled:
-        item_tile(w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX)
+        at = room_of(ROOM, HELD > 0 and PTX, X) + tl.arange(0, X)[:, None] * 512 + lane[None, :] * 16
+        item_tile(
+            at, w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, HELD, S, X,
+            PTX,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def expert_rows_kernel(
     w, wh, ws, sw, sws, hq, hs, items, used, y, rows,
-    TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, HELD: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (32 X outputs, X for every eight rows, then items): y[pair, n]; behind the pairs the shared expert's.
 
@@ -213,14 +217,14 @@ def expert_rows_kernel(
         expert = tl.load(line + PAIRS, cache_modifier=".cg")
         pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
         row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
-        units = inner_units(w, wh, ws, expert * (N // 16) + group * 2, 0, lane, U, S, 1, FMT, PTX)
+        at = room_of(ROOM, HELD > 0 and PTX, X) + warp * 512 + lane * 16
+        tile = expert * (N // 16) + group * 2
+        asked = ask_inner_units(at, w, wh, ws, tile, lane, U, HELD, FMT, X, PTX)
+        units = inner_units(w, wh, ws, tile, HELD, lane, U, S, 1, FMT, PTX)
         wait_for_inputs(PDL)
-        acc = fresh(2, X)
-        for c in tl.static_range(U // S):
-            if c > 0:
-                units = inner_units(w, wh, ws, expert * (N // 16) + group * 2, c * S, lane, U, S, 1, FMT, PTX)
-            loaded = inner_columns(hq, hs, row, pair, pair, c * S, lane, G32, S, 1, FMT, 1, PTX)
-            acc = inner_sums(acc, units, loaded, S, X, FMT, 1, PTX)
+        acc = outer_sums(
+            fresh(2, X), at, asked, units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, HELD, S, X, FMT, PTX
+        )
         for r in tl.static_range(2):
             for h in tl.static_range(2):
                 n = group * 32 + r * 16 + h * 8 + lane // 4
@@ -233,15 +237,15 @@ def expert_rows_kernel(
 def expert_down_kernel(
     w, wh, ws, sw, sws, hq, hs, ids, weights, logits, y, x, norm, x_out, u_out, q_out, s_out, ss_out, rows,
     E: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, CHOOSES: tl.constexpr, GROUPED: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr,
+    HELD: tl.constexpr, S: tl.constexpr, X: tl.constexpr, CHOOSES: tl.constexpr, GROUPED: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (group of 32 outputs, row): residual + sum_s weight_s down_e(s) h_s + sigmoid(gate) * shared.
 
     A warp owns a chosen expert (X = TOPK) and a share of the shared expert's K. Grouped: results come from `y`. With
-    `CHOOSES` a program finds its row's experts and asks for their weights before the wait, the first `S` units' into
-    its room: in registers all of them would leave no place beside a program of the launch in front. Many rows' programs
-    start late and read what was chosen.
+    `CHOOSES` a program finds its row's experts and asks for their weights before the wait; more rows' programs start
+    late and read what was chosen. The first `HELD` units are asked into the room: in registers all of them would leave
+    no place beside another program.
     """
     G32: tl.constexpr = INTER // 32
     pid = tl.program_id(0)
@@ -267,36 +271,27 @@ def expert_down_kernel(
     else:
         shared_tile = pid * 2 + warp * 0
         own = rows * TOPK + t + warp * 0 + lane * 0
-        acc = fresh(2, X)
+        at = room_of(ROOM, HELD > 0 and PTX, X) + warp * 512 + lane * 16
+        shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
         if CHOOSES:
-            at = room_of(ROOM, PTX, X) + warp * 512 + lane * 16
-            shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
             found, chosen = top_experts(logits, tl.arange(0, X) * 0 + t, rows, EARLY1, E, TOPK, PTX)
             own_expert = found[0][:, None] + lane * 0
             for s in tl.static_range(1, TOPK):
                 own_expert = tl.where(warp == s, found[s][:, None], own_expert)
-            tile = own_expert * (N // 16) + pid * 2
-            asked = ask_inner_units(at, w, wh, ws, tile, lane, U, S, FMT, X, PTX)
-            units = inner_units(w, wh, ws, tile, S, lane, U, U - S, 1, FMT, PTX)
-            share = of_slot(shares_of(chosen, TOPK), warp + lane * 0, TOPK)
-            wait_for_inputs(PDL)
-            shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
-            loaded = inner_columns(hq, hs, pair, pair, pair, 0, lane, G32, S, 1, FMT, 1, PTX)
-            wait_for_copies(PTX)
-            acc = inner_sums(acc, own_inner_units(at, asked, X, PTX), loaded, S, X, FMT, 1, PTX)
-            loaded = inner_columns(hq, hs, pair, pair, pair, S, lane, G32, U - S, 1, FMT, 1, PTX)
-            acc = inner_sums(acc, units, loaded, U - S, X, FMT, 1, PTX)
         else:
             wait_for_inputs(PDL)
-            tile = load_one(ids + pair, FRESH1, PTX) * (N // 16) + pid * 2
+            own_expert = load_one(ids + pair, FRESH1, PTX)
             share = load_one(weights + pair, FRESH1, PTX)
-            for c in tl.static_range(U // S):
-                units = inner_units(w, wh, ws, tile, c * S, lane, U, S, 1, FMT, PTX)
-                loaded = inner_columns(hq, hs, pair, pair, pair, c * S, lane, G32, S, 1, FMT, 1, PTX)
-                acc = inner_sums(acc, units, loaded, S, X, FMT, 1, PTX)
-        if not CHOOSES:
-            shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
-            shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
+        tile = own_expert * (N // 16) + pid * 2
+        asked = ask_inner_units(at, w, wh, ws, tile, lane, U, HELD, FMT, X, PTX)
+        units = inner_units(w, wh, ws, tile, HELD, lane, U, S, 1, FMT, PTX)
+        if CHOOSES:
+            share = of_slot(shares_of(chosen, TOPK), warp + lane * 0, TOPK)
+            wait_for_inputs(PDL)
+        shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
+        acc = outer_sums(
+            fresh(2, X), at, asked, units, w, wh, ws, tile, hq, hs, pair, pair, lane, G32, U, HELD, S, X, FMT, PTX
+        )
         parts = inner_sums(fresh(2, X), shared_units, shared_loaded, G32 // X, X, 8, 1, PTX)
         routed, shared = sum_warps(
             (
@@ -464,8 +459,9 @@ def expert_gate_up(
         "FMT": matrix.code, "S": tile.steps, "X": tile.warps,
     }  # fmt: skip
     bounds = _tiles.family(logits).expert_registers
+    held = _tiles.expert_held(matrix, tile.warps, 4, tile.warps) if rows > 8 else 0
     if rows > 1:
-        shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows)
+        shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows, held)
     hq = h.q.view(torch.int8)
     if rows <= 8:
         planes, asked = asks(ahead if rows <= 4 else None, a.q)
@@ -478,7 +474,7 @@ def expert_gate_up(
     choose(logits, h, ids, weights)
     item_gate_up_kernel[(inner // 32, 1 + most_items(rows, top_k, experts))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, shared, hq, h.s, h.items, h.used, rows, eps,
-        **shape, **_tiles.launch(logits, tile.warps, bounds.up_items),
+        HELD=held, **shape, **_tiles.launch(logits, tile.warps, bounds.up_items),
     )  # fmt: skip
 
 
@@ -511,18 +507,19 @@ def expert_down(
     grouped = rows > 8
     chooses = rows <= _tiles.family(x).choosing
     bounds = _tiles.family(x).expert_registers
-    some = _tiles.expert_steps(matrix, 1, rows)
+    held = _tiles.expert_held(matrix, 1, 2, top_k)
+    some = matrix.groups - held if chooses else _tiles.down_steps(matrix, held)
     if grouped:
         expert_rows_kernel[(width // 32 // top_k, triton.cdiv(rows, 8) * top_k + most_items(rows, top_k, experts))](
             matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, h.items, h.used,
             h.y, rows,
-            TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, S=some, X=top_k,
+            TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, HELD=held, S=some, X=top_k,
             **_tiles.launch(x, top_k, bounds.down_items),
         )  # fmt: skip
     expert_down_kernel[(width // 32, rows)](
         matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, ids, weights, logits,
         h.y, x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,
-        E=experts, TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code,
-        S=min(matrix.groups // 2, 32 // top_k) if chooses else some, X=top_k, CHOOSES=chooses, GROUPED=grouped,
+        E=experts, TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, HELD=held, S=some,
+        X=top_k, CHOOSES=chooses, GROUPED=grouped,
         **_tiles.launch(x, top_k, None if grouped else bounds.down_row if chooses else bounds.down_pairs, leads=True),
     )  # fmt: skip

@@ -31,13 +31,17 @@ LAYERS, EXPERTS, TOP_K, INNER, WIDTH = 40, 256, 8, 512, 2048
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHECKED = (1, 2, 4, 8, 9, 16, 64)
 SWEEP: dict[str, dict[str, Any]] = {"default": {}} | {
-    f"{steps} steps, at most {most}": {
-        "expert_steps": steps,
+    f"{steps} steps, {held} held, at most {most}": {
+        "expert_steps": 4,
         "item_steps": steps,
+        "down_steps": 2 * steps,
+        "held": held,
         "expert_registers": ExpertRegisters(*[most] * len(ExpertRegisters._fields)),
     }
-    for steps, most in ((1, 80), (2, 80), (2, 96), (2, 128), (4, 96), (4, 128), (4, None))
-}
+    for held, steps, most in (
+        (64, 1, 80), (64, 1, 96), (64, 1, 128), (64, 2, 96), (64, 2, 128), (0, 1, 80), (0, 2, 80), (0, 2, 96), (0, 4, 128),
+    )
+}  # fmt: skip
 """Fields of `_tiles.Family` to compare."""
 SWEPT = {1: ("default", "4 steps, at most None")} | dict.fromkeys((4, 8, 32, 64), tuple(SWEEP))
 """By rows, what is compared; calls of two to eight share their kernels, as do those of more."""

@@ -220,19 +220,22 @@ def expert_cases(full: bool):
     }  # fmt: skip
     yield "experts up, a row", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": True}
     yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": False}
-    yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up
+    yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up | {
+        "HELD": 2 if full else 1, "S": 1,
+    }  # fmt: skip
     yield "choose", moe_decode.choose_kernel, 1, {}, {"E": 256, "TOPK": top_k}
     yield "list", moe_decode.list_kernel, 8, {}, {"TOPK": top_k, "BLOCK": 256, "OWN": 8}
-    inner = 512 if full else 64
+    inner = 512 if full else 128
     for fmt in (5, 6, 8) if full else (5,):
         units = inner // (32 if fmt == 8 else 64)
         down = {
-            "TOPK": top_k, "INTER": inner, "N": 2048, "U": units, "FMT": fmt, "S": min(4, units), "X": warps,
+            "TOPK": top_k, "INTER": inner, "N": 2048, "U": units, "FMT": fmt, "HELD": min(4, units // 2),
+            "S": min(2, units), "X": warps,
         }  # fmt: skip
         yield f"experts rows {fmt}", moe_decode.expert_rows_kernel, warps, WORDS, down
         for rows in (1, 2, 8, 16) if full else (1, 8, 16):
             yield f"experts down {fmt} R={rows}", moe_decode.expert_down_kernel, warps, WORDS, down | {
-                "E": 256, "S": min(4, units // 2) if rows <= 2 else min(2, units), "CHOOSES": rows <= 2, "GROUPED": rows > 8,
+                "E": 256, "S": units - min(4, units // 2) if rows <= 2 else min(2, units), "CHOOSES": rows <= 2, "GROUPED": rows > 8,
             }  # fmt: skip
 
 
