@@ -396,15 +396,13 @@ def item_tile(
 
 @triton.jit
 def tile_sums(
-    w, wh, ws, expert, tile, loaded, q, s,
-    INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr,
-    PTX: tl.constexpr,
+    w, wh, ws, expert, tile, loaded, INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
+    X: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Each warp's sums of two row tiles of gate and two of up; columns as `loaded`, or from pointers `q`, `s`."""
+    """Each warp's sums of two row tiles of gate and two of up, times the columns `loaded` of all its units."""
     HIGH: tl.constexpr = 64 if FMT == 6 else 32
     lane = tl.arange(0, 32)[None, :]
-    warp = tl.arange(0, X)[:, None]
-    gate_at = (expert * (INTER // 8) + tile * 2) * U + warp
+    gate_at = (expert * (INTER // 8) + tile * 2) * U + tl.arange(0, X)[:, None]
     gate_w, gate_h, gate_s = unit_pointers(w, wh, ws, gate_at, lane, FMT)
     up_w, up_h, up_s = unit_pointers(w, wh, ws, gate_at + (INTER // 16) * U, lane, FMT)
     acc = fresh(4, X)
@@ -412,20 +410,25 @@ def tile_sums(
         n = c * S * X
         gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1, PTX)
         ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1, PTX)
-        if not LOADED:
-            loaded = row_columns(q, s, n, S, FMT, X, FRESH1, PTX)
-        start = loads_under_way(X, PTX)
-        for i in tl.static_range(S):
-            if LOADED:
-                b, scales = loaded[c * S + i]
-            else:
-                b, scales = loaded[i]
-            grown = ()
-            for r in tl.static_range(4):
-                words, high, pair = gates[i * 2 + r] if r < 2 else ups[i * 2 + r - 2]
-                low, top = unpack_scales(pair, 8)
-                grown = grown + (add_unit(acc[r], words, high, low, top, b, scales, X, FMT, PTX, 1, start),)  # noqa: RUF005
-            acc = grown
+        acc = gate_up_sums(acc, gates, ups, loaded, c * S, S, X, FMT, PTX)
+    return acc
+
+
+@triton.jit
+def gate_up_sums(
+    acc, gates, ups, loaded, FIRST: tl.constexpr, S: tl.constexpr, X: tl.constexpr, FMT: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Accumulators of two row tiles of gate and two of up plus `S` steps times columns, from `FIRST` of `loaded`."""
+    start = loads_under_way(X, PTX)
+    for i in tl.static_range(S):
+        b, scales = loaded[FIRST + i]
+        grown = ()
+        for r in tl.static_range(4):
+            words, high, pair = gates[i * 2 + r] if r < 2 else ups[i * 2 + r - 2]
+            low, top = unpack_scales(pair, 8)
+            grown = grown + (add_unit(acc[r], words, high, low, top, b, scales, X, FMT, PTX, 1, start),)  # noqa: RUF005
+        acc = grown
     return acc
 
 
@@ -434,7 +437,7 @@ def item_sums(
     at, w, wh, ws, expert, tile, q, s, INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, HELD: tl.constexpr,
     S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """`tile_sums` whose first `HELD` steps of a warp wait in the room at `at`, so that all weights are under way."""
+    """`tile_sums` with columns from `q`, `s`; the first `HELD` steps of a warp wait in the room at `at`."""
     HIGH: tl.constexpr = 64 if FMT == 6 else 32
     lane = tl.arange(0, 32)[None, :]
     gate_at = (expert * (INTER // 8) + tile * 2) * U + tl.arange(0, X)[:, None]
@@ -457,15 +460,7 @@ def item_sums(
         if c == 0:
             acc = held_sums(acc, at, asked, loaded, 0, HELD, 4, X, FMT, PTX)
         loaded = row_columns(q, s, n, S, FMT, X, FRESH1, PTX)
-        start = loads_under_way(X, PTX)
-        for i in tl.static_range(S):
-            b, scales = loaded[i]
-            grown = ()
-            for r in tl.static_range(4):
-                words, high, pair = gates[i * 2 + r] if r < 2 else ups[i * 2 + r - 2]
-                low, top = unpack_scales(pair, 8)
-                grown = grown + (add_unit(acc[r], words, high, low, top, b, scales, X, FMT, PTX, 1, start),)  # noqa: RUF005
-            acc = grown
+        acc = gate_up_sums(acc, gates, ups, loaded, 0, S, X, FMT, PTX)
     return acc
 
 

@@ -91,7 +91,8 @@ class Family(NamedTuple):
     which a program serves `blocks` of eight at most, of the router's `router_blocks`; `side`: their high-precision rows
     of a warp. `few_sequences`: see that function. `early`: see `_dequant.wait_for_inputs`. `row_ahead`: gate/up of one
     row reads it before the wait.
-    `held`: units of a program of routed experts that wait in shared memory, at most the 64 of `moe_decode.ROOM`.
+    `held`: units of a program of routed experts that wait in shared memory, at most the 64 of `moe_decode.ROOM`,
+    of gate/up in calls of `held_rows` and more, with the steps and registers of items.
     `choosing`: most rows whose down products choose their experts themselves. `ahead`: bytes that an ask for the next
     kernel's weights brings (`_ahead.py`), 0 for none. `measured`: on what, or how else chosen.
     """
@@ -108,6 +109,7 @@ class Family(NamedTuple):
     item_steps: int = 1
     down_steps: int = 2
     held: int = 64
+    held_rows: int = 9
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
     shared_registers: int | None = 96
@@ -121,6 +123,7 @@ class Family(NamedTuple):
     many_registers: int = 168
     early: bool = False
     ahead: int = 0
+    rolling: bool = False
     row_ahead: bool = True
     choosing: int = 2
 
@@ -263,10 +266,10 @@ def expert_held(matrix: KernelMatrix, warps: int, tiles: int, size: int) -> int:
     return min(matrix.groups // warps // 2, family(matrix.words).held // (tiles * size))
 
 
-def expert_steps(matrix: KernelMatrix, warps: int, rows: int, held: int = 0) -> int:
+def expert_steps(matrix: KernelMatrix, warps: int, many: bool, held: int) -> int:
     """Steps that a warp of the routed gate/up has in registers, beside `held`, in a call of several rows."""
     most = family(matrix.words)
-    return parts(matrix.groups // warps - held, most.expert_steps if rows <= 8 else most.item_steps)
+    return parts(matrix.groups // warps - held, most.item_steps if many else most.expert_steps)
 
 
 def down_steps(matrix: KernelMatrix, held: int) -> int:

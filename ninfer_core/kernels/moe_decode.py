@@ -40,6 +40,7 @@ from ._experts import (
     inner_columns,
     inner_sums,
     inner_units,
+    item_sums,
     item_tile,
     of_slot,
     outer_sums,
@@ -107,8 +108,8 @@ def list_kernel(ids, items, used, rows, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 def pair_gate_up_kernel(
     w, wh, ws, xq, xs, ss, logits, shared_gate_up, hq, hs, ids, weights, next_w, next_wh, next_ws, rows, eps,
     E: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr,
-    FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr, AHEAD: tl.constexpr, AFMT: tl.constexpr,
-    APART: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    FMT: tl.constexpr, HELD: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr, AHEAD: tl.constexpr,
+    AFMT: tl.constexpr, APART: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile, 1 + pair): h[t, slot] = silu(gate_e x) * up_e x for 32 of the inner width, as int8.
 
@@ -142,7 +143,11 @@ def pair_gate_up_kernel(
             wait_for_inputs(PDL)
             squares = row_squares(ss, t + lane * 0, PARTS, FRESH1, PTX)
         expert = expert_of(logits, tl.arange(0, X) * 0 + t, rows, index % TOPK, FRESH1, E, PTX)[:, None]
-        acc = tile_sums(w, wh, ws, expert, tile, loaded, q, s, INTER, U, FMT, S, X, LOADED, PTX)
+        if LOADED:
+            acc = tile_sums(w, wh, ws, expert, tile, loaded, INTER, U, FMT, S, X, PTX)
+        else:
+            at = room_of(ROOM, HELD > 0 and PTX, X) + tl.arange(0, X)[:, None] * 512 + lane[None, :] * 16
+            acc = item_sums(at, w, wh, ws, expert, tile, q, s, INTER, U, FMT, HELD, S, X, PTX)
         if AHEAD:  # this program's share of what `expert_down_kernel` reads of the expert
             SHARE: tl.constexpr = AHEAD // E // (INTER // 32)
             first = expert * (AHEAD // E) + tile * SHARE
@@ -459,22 +464,24 @@ def expert_gate_up(
         "FMT": matrix.code, "S": tile.steps, "X": tile.warps,
     }  # fmt: skip
     bounds = _tiles.family(logits).expert_registers
-    held = _tiles.expert_held(matrix, tile.warps, 4, tile.warps) if rows > 8 else 0
+    held = _tiles.expert_held(matrix, tile.warps, 4, tile.warps) if rows >= _tiles.family(logits).held_rows else 0
     if rows > 1:
-        shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows, held)
+        shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows > 8 or held > 0, held)
+    shape["HELD"] = held
+    some = bounds.up_items if held else bounds.up_pairs
     hq = h.q.view(torch.int8)
     if rows <= 8:
         planes, asked = asks(ahead if rows <= 4 else None, a.q)
         pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
             matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, *planes,
             rows, eps, **asked, E=experts, LOADED=rows == 1 and _tiles.family(logits).row_ahead, **shape,
-            **_tiles.launch(logits, tile.warps, bounds.up_row if rows == 1 else bounds.up_pairs),
+            **_tiles.launch(logits, tile.warps, bounds.up_row if rows == 1 else some),
         )  # fmt: skip
         return
     choose(logits, h, ids, weights)
     item_gate_up_kernel[(inner // 32, 1 + most_items(rows, top_k, experts))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, shared, hq, h.s, h.items, h.used, rows, eps,
-        HELD=held, **shape, **_tiles.launch(logits, tile.warps, bounds.up_items),
+        **shape, **_tiles.launch(logits, tile.warps, bounds.up_items),
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ SWEEP: dict[str, dict[str, Any]] = {"default": {}} | {
     for held, steps, most in (
         (64, 1, 80), (64, 1, 96), (64, 1, 128), (64, 2, 96), (64, 2, 128), (0, 1, 80), (0, 2, 80), (0, 2, 96), (0, 4, 128),
     )
-}  # fmt: skip
+} | {"held from 5 rows": {"held_rows": 5}}  # fmt: skip
 """Fields of `_tiles.Family` to compare."""
 SWEPT = {1: ("default", "4 steps, at most None")} | dict.fromkeys((4, 8, 32, 64), tuple(SWEEP))
 """By rows, what is compared; calls of two to eight share their kernels, as do those of more."""

@@ -216,7 +216,8 @@ def expert_cases(full: bool):
     """The kernels of the sparse MLP, for a row, a window, and many rows."""
     k, warps, top_k = (2048, 8, 8) if full else (256, 2, 2)
     up = {
-        "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "FMT": 4, "S": 4 if full else 2, "X": warps,
+        "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "FMT": 4, "S": 4 if full else 2, "HELD": 0,
+        "X": warps,
     }  # fmt: skip
     yield "experts up, a row", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": True}
     yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": False}
