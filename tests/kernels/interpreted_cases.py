@@ -161,8 +161,9 @@ def shared(fmt, columns, tile, heads):
         raise AssertionError("more rows than there is room for")
 
 
-def experts(fmt_up, fmt_down, rows):
-    count, top_k, inner, width = 4, 2, 64, 256
+def experts(fmt_up, fmt_down, rows, inner=64, tile=None):
+    """With two units of the inner width, and of a warp of gate/up, one of them waits in shared memory."""
+    count, top_k, width = 4, 2, 256
     up, up_values = matrix(count * 2 * inner, width, fmt_up)
     down, down_values = matrix(count * width, inner, fmt_down)
     shared_up, shared_up_values = matrix(2 * inner, width, "W8")
@@ -177,7 +178,7 @@ def experts(fmt_up, fmt_down, rows):
     moe_decode.route_and_shared(shared_up, router, a, x, shared, logits)
     near(logits, (x @ router.float().T) * factor, EXACT, "logits")
     near(shared, (a.values(rows) @ shared_up_values.T) * factor, EXACT, "shared gate/up")
-    moe_decode.expert_gate_up(up, a, logits, shared, h, ids, weights, ahead=down)
+    moe_decode.expert_gate_up(up, a, logits, shared, h, ids, weights, ahead=down, tile=tile)
     best, order = logits[:, :count].topk(top_k)
     same(ids.long(), order, "ids")
     near(weights, best.softmax(-1), EXACT, "weights")
@@ -209,7 +210,7 @@ def experts(fmt_up, fmt_down, rows):
     h = moe_decode.ExpertRows.empty(1, top_k, inner, "cpu")
     alone, u, part = torch.full((1, width), NAN), torch.full((1, width), NAN), Activation.empty(1, width, 8, "cpu")
     one = Activation.from_rows(x[:1], (x[:1] ** 2).view(1, -1, 32).sum(-1))
-    moe_decode.expert_gate_up(up, one, logits[:1], shared[:1], h, ids[:1], weights[:1])
+    moe_decode.expert_gate_up(up, one, logits[:1], shared[:1], h, ids[:1], weights[:1], tile=tile)
     moe_decode.expert_down(
         down, shared_down, h, ids[:1], weights[:1], logits[:1], x[:1], norm, alone, u, part
     )  # fmt: skip
@@ -447,10 +448,10 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "shared": (shared, "Q5", 896, _tiles.Tile(2, 2, 1, 2), False),  # three stages and a step
     "shared heads": (shared, "Q5", 768, _tiles.Tile(2, 4, 1, 2), True),  # a stage and two steps
     "shared W8": (shared, "W8", 256, _tiles.Tile(2, 4, 1, 2), True),
-    "experts Q4 Q5": (experts, "Q4", "Q5", 3),
+    "experts Q4 Q5": (experts, "Q4", "Q5", 3, 128),
     "experts W8 W8": (experts, "W8", "W8", 1),
     "experts Q4 Q6": (experts, "Q4", "Q6", 1),
-    "experts grouped": (experts, "Q4", "Q5", 9),
+    "experts grouped": (experts, "Q4", "Q5", 9, 128, _tiles.Tile(2, 2, 2)),
     "expert ties": (ties,),
     "dense gate/up": (dense,),
     "head": (head,),
