@@ -90,11 +90,11 @@ class Family(NamedTuple):
     eight rows, so that more programs fit at once. `many_steps`, `many_registers`: those of projections of more rows, of
     which a program serves `blocks` of eight at most, of the router's `router_blocks`; `side`: their high-precision rows
     of a warp. `few_sequences`: see that function. `early`: see `_dequant.wait_for_inputs`. `row_ahead`: gate/up of one
-    row reads it before the wait.
-    `held`: units of a program of routed experts that wait in shared memory, at most the 64 of `moe_decode.ROOM`,
-    of gate/up in calls of `held_rows` and more, with the steps and registers of items.
+    row reads it before the wait. `held`: units of a program of routed experts that wait in shared memory, at most the
+    64 of `moe_decode.ROOM`, of gate/up in calls of `held_rows` and more, with the steps and registers of items.
     `choosing`: most rows whose down products choose their experts themselves. `ahead`: bytes that an ask for the next
-    kernel's weights brings (`_ahead.py`), 0 for none. `measured`: on what, or how else chosen.
+    kernel's weights brings (`_ahead.py`), 0 for none. `rolling`: see `linear_decode.tile_products`. `measured`: on
+    what, or how else chosen.
     """
 
     measured: str
@@ -282,6 +282,8 @@ def mlp(matrix: KernelMatrix, rows: int) -> Tile:
     most = family(matrix.words).mlp
     count = warps(matrix.groups, most.warps)
     shares = parts(matrix.groups // count, most.parts)
+    if rows <= 8 and family(matrix.words).rolling:
+        return Tile(4, min(most.steps, matrix.groups // count), count, shares)
     return Tile(4, steps(matrix.groups, count, most.steps if rows <= 8 else 1), count, shares)
 
 

@@ -127,12 +127,13 @@ def tile_products(
     w, wh, ws, tile, q, s, ss, stride, eps,
     TILES: tl.constexpr, NB: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-    SHARE: tl.constexpr = 0,
+    SHARE: tl.constexpr = 0, ROLLING: tl.constexpr = False,
 ):  # fmt: skip
     """Sums over K of row tiles tile..tile+TILES-1 with `NB` activation blocks, `stride` groups of 32 apart.
 
     `R`: live rows of a single block, rounded up to 1, 4 or 8; 8 with several. `SHARE`: units of K from where the
-    pointers stand, not all `U`; a warp's share need not divide into stages. Also a tuple of `lane_squares` per block,
+    pointers stand, not all `U`; a warp's share need not divide into stages. `ROLLING`: of up to two stages, a step is
+    asked for as soon as one is done. Also a tuple of `lane_squares` per block,
     where `PARTS` is not 0.
     """
     # With a factor per head a warp takes whole heads: 128 of K are four units of 32 or two of 64.
@@ -154,7 +155,9 @@ def tile_products(
         for n in tl.static_range(NB):
             squares = squares + (lane_squares(ss + n * (PARTS * 8), PARTS, PTX),)  # noqa: RUF005
     acc = fresh(TILES * NB, X)
-    if STAGES <= 2:
+    if ROLLING and STAGES <= 2 and NB == 1 and not HEADS:
+        acc = rolling(acc, units, wp, hp, sp, qp, xp, TILES, U, S, EACH, FMT, X, R, PTX)
+    elif STAGES <= 2:
         for c in tl.static_range(STAGES):
             if c > 0:
                 units = load_units(
@@ -195,6 +198,31 @@ def tile_products(
                 TILES, NB, TAIL, FMT, HEADS, X, RUN, R, PTX,
             )  # fmt: skip
     return acc, squares
+
+
+@triton.jit
+def rolling(
+    acc, units, wp, hp, sp, qp, xp, TILES: tl.constexpr, U: tl.constexpr, S: tl.constexpr, EACH: tl.constexpr,
+    FMT: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add `EACH` steps, `S` of which are under way at any time, and the activations of two; `units`: the first `S`."""
+    columns = ()
+    for i in tl.static_range(min(2, EACH)):
+        columns = columns + (load_activation(qp, xp, i * X, FMT, R, PTX),)  # noqa: RUF005
+    for i in tl.static_range(EACH):
+        b, scales = columns[i]
+        if i + 2 < EACH:
+            columns = columns + (load_activation(qp, xp, (i + 2) * X, FMT, R, PTX),)  # noqa: RUF005
+        grown = ()
+        for r in tl.static_range(TILES):
+            unit = units[i * TILES + r]
+            low, top = unpack_scales(unit[2], FMT)
+            grown = grown + (add_unit(acc[r], unit[0], unit[1], low, top, b, scales, X, FMT, PTX, R),)  # noqa: RUF005
+        acc = grown
+        if i + S < EACH:
+            for r in tl.static_range(TILES):
+                units = units + (load_unit(wp, hp, sp, r * U + (i + S) * X, FMT, PTX),)  # noqa: RUF005
+    return acc
 
 
 @triton.jit
@@ -252,6 +280,7 @@ def linear_kernel(
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
     ROWNORM: tl.constexpr, SIDE: tl.constexpr, FMT: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
     X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    ROLLING: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor(t) * sum_k w[n, k] x[t, k]; with SIDE also fp32 `side_out` = bf16 `side_w` times `u` rows.
 
@@ -271,7 +300,7 @@ def linear_kernel(
         parts = ss + first * (PARTS * 8)
         acc, squares = tile_products(
             w, wh, ws, pid * TILES, q, xs + first * (G32 * 8), parts, G32, eps, TILES, NB, U, S, FMT, HEADS,
-            PARTS if ROWNORM else 0, X, R, PTX, PDL,
+            PARTS if ROWNORM else 0, X, R, PTX, PDL, 0, ROLLING,
         )  # fmt: skip
         lane = tl.arange(0, 32)
         for b in tl.static_range(NB):
@@ -412,7 +441,7 @@ def project(
         side_out if side_out is not None else a.s, rows, extra, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
         ROWNORM=norm == "row", SIDE=each, FMT=matrix.code, TILES=tile.tiles,
-        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
+        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows), ROLLING=_tiles.family(out).rolling,
         **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, rows), leads=True),
     )  # fmt: skip
     return out

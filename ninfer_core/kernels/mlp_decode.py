@@ -33,7 +33,7 @@ def gate_up_kernel(
     w, wh, ws, xq, xs, ss, sums, arrived, q_out, s_out, rows, eps,
     INTER: tl.constexpr, U: tl.constexpr, K: tl.constexpr, SQUARES: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
     X: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, ROLLING: tl.constexpr = False,
 ):  # fmt: skip
     """Programs (group of 32 of the inner width, blocks of rows): int8 groups of silu(gate x) * up x.
 
@@ -48,24 +48,24 @@ def gate_up_kernel(
     squares = ss + first * (SQUARES * 8)
     if SHARED == 0:
         whole_group(w, wh, ws, q, s, squares, q_out, s_out, pid, first, rows, eps, INTER, U, K, SQUARES, FMT, S, X, NB,
-                    R, PTX, PDL)  # fmt: skip
+                    R, PTX, PDL, ROLLING)  # fmt: skip
     elif pid < SHARED:
         shared_group(w, wh, ws, q, s, squares, sums, arrived, q_out, s_out, pid, first, rows, eps, INTER, U, K, SQUARES,
                      FMT, S, X, WHOLE, PARTS, NB, R, PTX, PDL)  # fmt: skip
     else:
         whole_group(w, wh, ws, q, s, squares, q_out, s_out, pid - SHARED, first, rows, eps, INTER, U, K, SQUARES, FMT,
-                    S, X, NB, R, PTX, PDL)  # fmt: skip
+                    S, X, NB, R, PTX, PDL, ROLLING)  # fmt: skip
 
 
 @triton.jit
 def whole_group(
     w, wh, ws, q, s, ss, q_out, s_out, group, first, rows, eps,
     INTER: tl.constexpr, U: tl.constexpr, K: tl.constexpr, SQUARES: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, ROLLING: tl.constexpr,
 ):  # fmt: skip
     """A group over all of K."""
     acc, squares = tile_products(
-        w, wh, ws, group * 4, q, s, ss, K // 32, eps, 4, NB, U, S, FMT, False, SQUARES, X, R, PTX, PDL
+        w, wh, ws, group * 4, q, s, ss, K // 32, eps, 4, NB, U, S, FMT, False, SQUARES, X, R, PTX, PDL, 0, ROLLING
     )
     for b in tl.static_range(NB):
         h = swiglu(sum_warps(of_block(acc, b, 4, NB), R), lane_factors(squares[b], eps, K))
@@ -151,5 +151,6 @@ def gate_up(
         out.s, rows, eps,
         INTER=inner, U=matrix.groups, K=matrix.columns, SQUARES=a.ss.shape[1], FMT=matrix.code, S=tile.steps,
         X=tile.warps, WHOLE=whole, PARTS=tile.parts, NB=blocks, R=_tiles.window(rows),
+        ROLLING=_tiles.family(out.q).rolling,
         **_tiles.launch(out.q, tile.warps, _tiles.mlp_registers(matrix, rows)),
     )  # fmt: skip

@@ -52,8 +52,10 @@ ONE: Fields = {"shared": Tile(2, 2, 4, 1)}
 ROLES = {
     "out": Role(5120, 6144, "Q5", {"one": ONE, "default": {}, "112": {"shared_registers": 112}}),
     "down": Role(5120, 17408, "Q5", {"one": ONE, "default": {}}),
-    "up": Role(34816, 5120, "Q4", {"one": up(5, 8, 1), "default": {}}),
-    "in": Role(16384, 5120, "Q5", {"default": {}}),
+    "up": Role(34816, 5120, "Q4", {
+        "one": up(5, 8, 1), "default": {}, "rolling": {"rolling": True}, "rolling 4": {"rolling": True} | up(4, 8, 5),
+    }),
+    "in": Role(16384, 5120, "Q5", {"default": {}, "rolling": {"rolling": True}}),
     "draft head": Role(131072, 5120, "Q4", {
         "one": {"head": Tile(2, 5, 8), "head_registers": None}, "default": {}, "112": {"head_registers": 112},
     }),
