@@ -39,12 +39,12 @@ SWEEP: dict[str, dict[str, Any]] = {"default": {}} | {
         "expert_registers": ExpertRegisters(*[most] * len(ExpertRegisters._fields)),
     }
     for held, steps, most in (
-        (64, 1, 80), (64, 1, 96), (64, 1, 128), (64, 2, 96), (64, 2, 128), (0, 1, 80), (0, 2, 80), (0, 2, 96), (0, 4, 128),
+        (64, 1, 96), (64, 2, 96), (64, 2, 128), (0, 2, 80), (0, 2, 96), (0, 4, 128), (0, 4, None),
     )
 } | {"held from 5 rows": {"held_rows": 5}}  # fmt: skip
 """Fields of `_tiles.Family` to compare."""
-SWEPT = {1: ("default", "4 steps, at most None")} | dict.fromkeys((4, 8, 32, 64), tuple(SWEEP))
-"""By rows, what is compared; calls of two to eight share their kernels, as do those of more."""
+SWEPT = dict.fromkeys((1, 4), ("default", "4 steps, 0 held, at most 128")) | dict.fromkeys((8, 32, 64), tuple(SWEEP))
+"""By rows, what is compared; calls of up to four, of five to eight and of more rows share their kernels."""
 FAMILIES = dict(_tiles.FAMILIES)
 
 
@@ -167,7 +167,7 @@ def main() -> int:
     counts = [int(n) for n in options.rows.split(",")]
     jobs = [("default", rows) for rows in counts]
     if options.registers:
-        jobs = [(name, rows) for rows in (4, 32, 1) for name in SWEPT[rows]]
+        jobs = [(name, rows) for rows in (8, 32, 4, 1) for name in SWEPT[rows]]
     elif not options.no_checks:
         jobs += [("choice", 0), *(("moe", rows) for rows in CHECKED)]
     wrong = []
