@@ -47,6 +47,19 @@ def environment(home: Path, **changes: str) -> dict[str, str]:
     }
 
 
+def ended(child: Any) -> tuple[int | None, str]:
+    """The exit status of a program on a terminal (none if a signal ended it) and what it printed last.
+
+    Closing the terminal of one that has closed its output but not yet ended would kill it: a busy machine shows that.
+    """
+    import pexpect
+
+    child.expect(pexpect.EOF)
+    child.wait()
+    child.close()
+    return child.exitstatus, child.before
+
+
 def write_tiny_artifact(path: Path, *, model_id: str = "ninfer-demo") -> Path:
     """A complete artifact folder of zeros: 4 layers, 512 tokens, byte-level vocabulary."""
     import torch

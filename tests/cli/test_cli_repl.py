@@ -12,7 +12,7 @@ from typing import Any
 
 import pexpect
 import pytest
-from cli_support import SCRIPTED, environment, plain, write_tiny_artifact
+from cli_support import SCRIPTED, ended, environment, plain, write_tiny_artifact
 
 PROMPT = ">>>"
 
@@ -32,7 +32,7 @@ class Terminal:
             [*SCRIPTED[1:], "run", str(model), *args],
             env=environment(home, **env),
             encoding="utf-8",
-            timeout=20,
+            timeout=60,
             dimensions=(40, columns),
         )
         self.child.delaybeforesend = None
@@ -54,11 +54,10 @@ class Terminal:
     def key(self, keys: str) -> None:
         self.child.send(keys)
 
-    def end(self) -> int:
-        self.child.expect(pexpect.EOF)
-        self.raw += self.child.before
-        self.child.close()
-        return self.child.exitstatus
+    def end(self) -> int | None:
+        status, last = ended(self.child)
+        self.raw += last
+        return status
 
     @property
     def history(self) -> Path:
@@ -299,12 +298,16 @@ def test_ctrl_c_stops_the_turn_and_keeps_what_was_said(terminal) -> None:
 
 def test_a_second_ctrl_c_within_a_second_leaves(terminal) -> None:
     t = terminal("--no-think")
-    t.key("count\r")
-    t.expect("1 2 3")
-    t.key("\x03")
-    t.expect("(stopped")
-    t.expect(PROMPT)
-    t.key("\x03")
+    for _ in range(10):  # on a busy machine more than that second may pass between the two
+        t.key("count\r")
+        t.expect("1 2 3")
+        t.key("\x03")
+        t.expect("(stopped")
+        t.expect(PROMPT)
+        t.key("\x03")
+        if t.child.expect_exact([pexpect.EOF, "Ctrl-C again"]) == 0:
+            break
+        t.expect(PROMPT)
     assert t.end() == 130
 
 

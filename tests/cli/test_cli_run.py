@@ -12,7 +12,7 @@ from pathlib import Path
 import pexpect
 import pytest
 import scripted_ninfer
-from cli_support import SCRIPTED, environment, plain, write_tiny_artifact
+from cli_support import SCRIPTED, ended, environment, plain, write_tiny_artifact
 from ninfer_cli.main import app
 from typer.testing import CliRunner, Result
 
@@ -277,17 +277,11 @@ def spawn(model: Path, home: Path, *args: str, **env: str) -> pexpect.spawn:
         [*SCRIPTED[1:], "run", str(model), *args],
         env=environment(home, **env),
         encoding="utf-8",
-        timeout=20,
+        timeout=60,
         dimensions=(40, 120),
     )
     child.delaybeforesend = None
     return child
-
-
-def finish(child: pexpect.spawn) -> tuple[int, str]:
-    child.expect(pexpect.EOF)
-    child.close()
-    return child.exitstatus, child.before
 
 
 def test_a_closed_pipe_is_quiet(model: Path, tmp_path: Path) -> None:
@@ -313,8 +307,8 @@ def test_tokens_are_flushed_as_they_come(model: Path, tmp_path: Path) -> None:
     assert child.stdout.read(5) == b"slow "  # the script then waits for 30 seconds
     child.send_signal(signal.SIGTERM)
     start = time.monotonic()
-    child.communicate(timeout=20)
-    assert child.returncode == 143 and time.monotonic() - start < 10
+    child.communicate(timeout=60)
+    assert child.returncode == 143 and time.monotonic() - start < 20
 
 
 def test_sigint_ends_with_130_and_keeps_the_figures(model: Path, tmp_path: Path) -> None:
@@ -328,27 +322,27 @@ def test_sigint_ends_with_130_and_keeps_the_figures(model: Path, tmp_path: Path)
     )
     assert child.stdout.read(5) == b"slow "
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=20)
+    out, err = child.communicate(timeout=60)
     assert (child.returncode, out, err) == (130, b"\n", b"")
     assert json.loads(stats.read_text())["finish_reason"] == "cancelled"
 
 
 def test_a_terminal_shows_thinking_dim(model: Path, tmp_path: Path) -> None:
-    code, text = finish(spawn(model, tmp_path, "hi", "--think", "-q"))
+    code, text = ended(spawn(model, tmp_path, "hi", "--think", "-q"))
     # stdin is a terminal here: nothing is read from it in front of the prompt
     assert code == 0 and text == "\x1b[2mHmm, let me see.\x1b[0m\r\n\r\nturn 1: hi\r\n"
-    assert "Hmm" not in finish(spawn(model, tmp_path, "hi", "--think", "--hide-thinking"))[1]
+    assert "Hmm" not in ended(spawn(model, tmp_path, "hi", "--think", "--hide-thinking"))[1]
 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_no_escape_codes_where_they_are_not_wanted(model: Path, tmp_path: Path, env: dict[str, str]) -> None:
-    code, text = finish(spawn(model, tmp_path, "hi", "--think", **env))
+    code, text = ended(spawn(model, tmp_path, "hi", "--think", **env))
     assert code == 0 and "\x1b" not in text
     assert text == "[thinking]\r\nHmm, let me see.\r\n[answer]\r\nturn 1: hi\r\n"
 
 
 def test_escape_codes_of_the_model_cannot_reach_the_terminal(model: Path, tmp_path: Path, run) -> None:
-    code, text = finish(spawn(model, tmp_path, "escape", "--no-think", "-q"))
+    code, text = ended(spawn(model, tmp_path, "escape", "--no-think", "-q"))
     assert code == 0 and text == "a\u241b[31mb\r\n"
     assert run("escape", "--no-think").stdout == "a\x1b[31mb\n"
 
