@@ -27,7 +27,7 @@ class HashedWords(Embeddings):
 
 store = InMemoryVectorStore.from_texts(NOTES, HashedWords())
 model = ChatNInfer(model="demo", temperature=0, reasoning=False, max_tokens=60)
-prompt = ChatPromptTemplate.from_template("Answer from these notes.\n{notes}\n\nQuestion: {question}")
+prompt = ChatPromptTemplate.from_template("Context:\n{notes}\n\nQuestion: {question}")
 
 question = "Where is the coffee machine?"
 found = store.similarity_search(question, k=1)

@@ -4,6 +4,7 @@ import hashlib
 
 from llama_index.core import VectorStoreIndex, set_global_tokenizer
 from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
 from llama_index.llms.ninfer import NInfer
 
@@ -29,7 +30,8 @@ class HashedWords(BaseEmbedding):
 llm = NInfer(model="demo", temperature=0, thinking=False, max_tokens=60)
 set_global_tokenizer(llm.tokenizer)  # count with the model's own tokenizer
 index = VectorStoreIndex([TextNode(text=note) for note in NOTES], embed_model=HashedWords())
-engine = index.as_query_engine(llm=llm, similarity_top_k=1, response_mode="compact")
+prompt = PromptTemplate("Context:\n{context_str}\n\nQuestion: {query_str}")
+engine = index.as_query_engine(llm=llm, similarity_top_k=1, response_mode="compact", text_qa_template=prompt)
 answer = engine.query("Where is the coffee machine?")
 print("found:", answer.source_nodes[0].text)
 print(answer)

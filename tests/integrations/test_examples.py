@@ -16,7 +16,7 @@ EXPECTED = {
     "langgraph_stream.py": "",
     "langchain_swap.py": "",
     "llama_index_swap.py": "",
-    "llama_index_chat.py": "City(",
+    "llama_index_chat.py": "Person(",
     "llama_index_agent.py": "tool: get_weather",
     "llama_index_rag.py": "found: The coffee machine",
 }

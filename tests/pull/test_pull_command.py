@@ -134,11 +134,11 @@ def test_ctrl_c_keeps_what_came_and_says_so(hub: FakeHub, tmp_path: Path) -> Non
     process = subprocess.Popen(
         [sys.executable, "-m", "ninfer_cli", "pull", "me/x"], env=env, stderr=subprocess.PIPE, text=True
     )
-    end = time.monotonic() + 30
+    end = time.monotonic() + 90
     while hub.sent.get("x.ninfer", 0) < 300_000 and time.monotonic() < end:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "the same command goes on from here" in errors and "Traceback" not in errors
     hub.faults = Faults()
     done = subprocess.run(

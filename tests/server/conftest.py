@@ -129,7 +129,7 @@ class ScriptedModels:
         self.events.append(f"load {name}")
         time.sleep(self.slow.get(name, 0.0))
         if self.gate is not None:
-            self.gate.wait(10)
+            self.gate.wait(60)
         if name in self.broken:
             raise ArtifactError(f"{name} is damaged")
         return self.make(name)

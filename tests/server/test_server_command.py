@@ -23,7 +23,7 @@ from ninfer_cli.server.command import read_keys
 from ninfer_core.errors import InvalidRequestError
 
 PROGRAM = """
-    import sys, threading, time
+    import pathlib, sys, threading, time
     from ninfer_cli.server import command
     from ninfer_cli.server.address import parse_address
     from ninfer_cli.server.settings import ServerSettings
@@ -38,10 +38,11 @@ PROGRAM = """
             return store.describe("demo")
 
         def load(self, path):
-            time.sleep(float(sys.argv[3]))
+            while len(sys.argv) > 3 and not pathlib.Path(sys.argv[3]).exists():
+                time.sleep(0.01)
             if mode == "broken":
                 raise ModelNotFoundError("no such model")
-            return ScriptedEngine(Script(["x</think>" + "word " * 400], rate=100))
+            return ScriptedEngine(Script(["x</think>" + "word " * 4000], rate=100))
 
     settings = ServerSettings(port=port, shutdown_grace=0.5, api_keys=("k",) if mode == "keys" else ())
     try:
@@ -100,13 +101,13 @@ def free_port() -> int:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Any]:
-    """Start the command in a process: `program(mode, port, seconds of loading)`."""
+    """Start the command in a process: `program(mode, port)`; with a third argument it loads until that path exists."""
     file = tmp_path / "serve.py"
     file.write_text(textwrap.dedent(PROGRAM))
     started: list[subprocess.Popen[str]] = []
 
-    def start(mode: str, port: int, delay: float = 0.0) -> subprocess.Popen[str]:
-        command = [sys.executable, str(file), mode, str(port), str(delay)]
+    def start(mode: str, port: int, *until: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, str(file), mode, str(port), *map(str, until)]
         process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
         )
@@ -120,13 +121,13 @@ def program(tmp_path: Path) -> Iterator[Any]:
         process.communicate()
 
 
-def answers(url: str, path: str, status: int, seconds: float = 30) -> httpx.Response:
+def answers(url: str, path: str, status: int, seconds: float = 60) -> httpx.Response:
     """The first answer of a path with this status."""
     end = time.monotonic() + seconds
     seen: object = None
     while time.monotonic() < end:
         try:
-            answer = httpx.get(url + path, timeout=5)
+            answer = httpx.get(url + path, timeout=20)
             if answer.status_code == status:
                 return answer
             seen = answer
@@ -136,34 +137,35 @@ def answers(url: str, path: str, status: int, seconds: float = 30) -> httpx.Resp
     raise AssertionError(f"{path} did not answer {status} in {seconds} s; last: {seen}")
 
 
-def test_loading_serving_and_an_orderly_end(program: Any) -> None:
+def test_loading_serving_and_an_orderly_end(program: Any, tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    process = program("plain", port, 1.5)
+    process = program("plain", port, tmp_path / "go")
     assert answers(url, "/health", 503).json()["status"] == "loading"
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     early = httpx.post(url + "/v1/messages", json=body)
     assert early.status_code == 529 and early.headers["retry-after"] == "2"
     assert early.json()["error"]["type"] == "overloaded_error"
     assert httpx.get(url + "/v1/models", headers={"host": "evil.example"}).status_code == 403
+    (tmp_path / "go").touch()
     answers(url, "/health", 200)
     assert httpx.get(f"http://[::1]:{port}/health").status_code == 200, "localhost may mean either family"
-    with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=20) as answer:
+    with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         first = next(lines)
         process.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line]
     assert first.startswith("data: {")
     assert json.loads(rest[-1][6:])["error"]["code"] == "cancelled", "cut streams end with an error"
-    assert process.wait(10) in (-signal.SIGTERM, 0, 143)
+    assert process.wait(60) in (-signal.SIGTERM, 0, 143)
     with pytest.raises(httpx.ConnectError):
         httpx.get(url + "/health")
 
 
-def test_a_server_killed_while_it_loads_leaves_the_port_free(program: Any) -> None:
+def test_a_server_killed_while_it_loads_leaves_the_port_free(program: Any, tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    process = program("plain", port, 300.0)
+    process = program("plain", port, tmp_path / "never")
     answers(url, "/health", 503)
     process.kill()
     process.wait(60)
@@ -172,8 +174,8 @@ def test_a_server_killed_while_it_loads_leaves_the_port_free(program: Any) -> No
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server(program: Any) -> None:
-    process = program("broken", free_port(), 0.2)
-    _, errors = process.communicate(timeout=30)
+    process = program("broken", free_port())
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 3 and "no such model" in errors
 
 
@@ -183,7 +185,7 @@ def test_a_taken_port(program: Any) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         process = program("plain", port)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 8
     assert f"cannot listen on 127.0.0.1:{port}" in errors and f"--port {port + 1}" in errors
 

@@ -222,33 +222,43 @@ def test_an_engine_that_failed_is_loaded_again(start: Any, models: ScriptedModel
 
 def test_loading_that_takes_too_long(start: Any, models: ScriptedModels) -> None:
     server = start(load_timeout=0.3)
-    models.slow["beta"] = 2.0
+    models.gate = threading.Event()
     refused = server.post("/v1/messages", {"messages": USER, "max_tokens": 9, "model": "beta"})
     assert refused.status_code == 529 and "--load-timeout" in refused.json()["error"]["message"]
     assert refused.headers["retry-after"] == "10"
     health = server.http.get("/health")
     assert health.status_code == 503 and health.json()["status"] == "loading"
-    assert wait_for(lambda: server.state.host.loading is None, seconds=10)
+    models.gate.set()
+    assert wait_for(lambda: server.state.host.loading is None)
     assert text_of(ask(server, "beta")) == "beta" and models.events == ["close alpha", "load beta"]
 
 
-def test_a_full_queue_and_a_limit_on_waiting(start: Any, models: ScriptedModels) -> None:
-    server = start(slots=1, max_queue=1, queue_timeout=0.4)
+def test_a_full_queue(start: Any, models: ScriptedModels) -> None:
+    server = start(slots=1, max_queue=1)
     with ThreadPoolExecutor(8) as pool:
         held = pool.submit(ask, server, "alpha", "hold")
         assert wait_for(lambda: server.state.host.leases == 1)
-        body = {"model": "beta", "messages": USER}
-        waiting = [pool.submit(server.post, "/api/chat", {**body, "stream": stream}) for stream in (False, True)]
+        waiting = [pool.submit(ask, server, "beta") for _ in range(2)]
         assert wait_for(lambda: len(server.state.host._queue) == 2)
         for stream in (False, True):
-            full = server.post("/api/chat", {**body, "stream": stream})
+            full = server.post("/api/chat", {"model": "beta", "messages": USER, "stream": stream})
             assert full.status_code == 503 and "which is the limit" in full.json()["error"]
             assert int(full.headers["retry-after"]) >= 1
-        assert waiting[0].result(10).status_code == 503
-        late = waiting[1].result(10)
+        models.hold.set()
+        assert [text_of(item.result(60)) for item in (held, *waiting)] == ["alpha held", "beta", "beta"]
+
+
+def test_a_limit_on_waiting(start: Any, models: ScriptedModels) -> None:
+    server = start(queue_timeout=0.4)
+    with ThreadPoolExecutor(2) as pool:
+        held = pool.submit(ask, server, "alpha", "hold")
+        assert wait_for(lambda: server.state.host.leases == 1)
+        body = {"model": "beta", "messages": USER}
+        assert server.post("/api/chat", {**body, "stream": False}).status_code == 503
+        late = server.post("/api/chat", {**body, "stream": True})
         assert late.status_code == 200 and "which is the limit" in json.loads(late.text.splitlines()[-1])["error"]
         models.hold.set()
-        held.result(10)
+        held.result(60)
     assert wait_for(lambda: not server.state.host.leases) and not server.state.host._queue
     assert text_of(ask(server, "alpha")) == "alpha" and models.events == []
 

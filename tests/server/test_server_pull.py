@@ -54,7 +54,7 @@ def server(hub: FakeHub) -> Iterator[Running]:
         yield server
 
 
-wait_for = partial(serving.wait_for, seconds=10.0)
+wait_for = partial(serving.wait_for, seconds=30.0)
 
 
 def test_progress_as_clients_expect_it(server: Running, hub: FakeHub) -> None:
@@ -134,7 +134,7 @@ def test_a_second_request_joins_the_first(server: Running, hub: FakeHub) -> None
 
 
 def test_the_last_watcher_that_leaves_ends_the_download(server: Running, hub: FakeHub, tmp_path: Path) -> None:
-    data = ninfer_file("x", 3_000_000)
+    data = ninfer_file("x", 12_000_000)
     hub.repos["me/x"] = {"x.ninfer": data}
     hub.faults = Faults(pause=0.05)
     with contextlib.ExitStack() as stack:
