@@ -320,11 +320,13 @@ def test_keep_alive_unloads_and_the_next_request_loads(start: Any, models: Scrip
     assert server.http.get("/v1/models").json()["data"][0]["id"] == "alpha", "it can be asked for"
     last = server.post("/api/chat", {**body, "keep_alive": "90s"}).json()
     assert models.events == ["close alpha", "load alpha"] and last["load_duration"] > 1000
+    assert wait_for(lambda: not server.state.host.leases), "the time starts when the request has left, after its answer"
     (entry,) = ps(server)
     assert 0 < datetime.fromisoformat(entry["expires_at"]).timestamp() - time.time() <= 90
     server.post("/api/chat", {**body, "keep_alive": "0.1s"})
     assert wait_for(lambda: len(models.events) == 3), "the last request's counts"
     server.post("/api/chat", {**body, "keep_alive": "90s"})
+    assert wait_for(lambda: server.state.host._timer is not None)
     earlier = server.state.host._timer
     server.post("/api/chat", {**body, "keep_alive": -1})
     assert earlier.cancelled() and server.state.host._timer is None
@@ -339,10 +341,10 @@ def test_the_servers_own_keep_alive(start: Any, models: ScriptedModels) -> None:
     server = start(unload_after=0.3)
     ask(server, "alpha")
     assert wait_for(lambda: models.events == ["close alpha"])
-    ask(server, "alpha")
-    models.events.clear()
     with ThreadPoolExecutor(2) as pool:
         held = pool.submit(ask, server, "alpha", "hold")
+        assert wait_for(lambda: server.state.host.leases == 1)
+        models.events.clear()
         time.sleep(0.6)
         assert not models.events, "a model is never unloaded under a request"
         models.hold.set()
