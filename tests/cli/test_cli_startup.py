@@ -127,25 +127,26 @@ def test_the_documents_name_only_commands_and_options_that_exist(tmp_path: Path)
                 assert option in helps[path], f"{page.name} uses `ninfer {command} {option}`, which does not exist"
 
 
-def test_completion_knows_commands_and_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "expected"), [("ninfer sh", "show"), ("ninfer show ti", "tiny")])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "pwsh"])
+def test_completion_knows_commands_and_models(tmp_path: Path, shell: str, words: str, expected: str) -> None:
     from cli_support import write_tiny_artifact
 
     write_tiny_artifact(tmp_path / "models/tiny")
-    for words, expected in (("ninfer sh", "show"), ("ninfer show ti", "tiny")):
-        done = subprocess.run(
-            NINFER,
-            env=environment(
-                tmp_path,
-                _NINFER_COMPLETE="complete_bash",
-                COMP_WORDS=words,
-                COMP_CWORD=str(len(words.split()) - 1),
-                NINFER_MODELS=str(tmp_path / "models"),
-            ),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.stdout.split() == [expected], done.stderr
+    asked = environment(
+        tmp_path,
+        NINFER_MODELS=str(tmp_path / "models"),
+        _NINFER_COMPLETE=f"complete_{shell}",
+        COMP_WORDS=words,  # bash
+        COMP_CWORD=str(len(words.split()) - 1),
+        _TYPER_COMPLETE_ARGS=words,  # the others
+        _TYPER_COMPLETE_FISH_ACTION="get-args",
+        _TYPER_COMPLETE_WORD_TO_COMPLETE=words.split()[-1],
+    )
+    done = subprocess.run(NINFER, env=asked, capture_output=True, text=True, timeout=60)
+    assert re.findall(r"[a-z]+", re.sub(r"_arguments|:::.*|\t.*", "", done.stdout))[0] == expected, done
+    if shell == "bash":
+        assert done.stdout.split() == [expected]
 
 
 @pytest.mark.parametrize(
