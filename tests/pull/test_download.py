@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,23 @@ def test_a_redirect_to_another_host_gets_no_token(hub: FakeHub, remote: RemoteFi
     assert complete(tmp_path / "x")
     tokens = {host.partition(":")[0]: token for host, token in hub.tokens}
     assert tokens == {"127.0.0.1": "Bearer secret", "localhost": None}
+
+
+def test_proxies_of_the_environment(
+    hub: FakeHub, remote: RemoteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "all_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("HTTP_PROXY", hub.url)
+    monkeypatch.setenv("http_proxy", hub.url)
+    away = replace(remote, url=remote.url.replace(hub.url, "http://hub.invalid"))
+    assert complete(fetch(away, tmp_path / "x")) and {host for host, _ in hub.tokens} == {"hub.invalid"}
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    (tmp_path / "x").unlink()
+    assert complete(fetch(remote, tmp_path / "x"))
 
 
 def test_redirects_in_a_circle_end(hub: FakeHub, remote: RemoteFile, tmp_path: Path) -> None:

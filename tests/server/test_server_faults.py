@@ -426,6 +426,20 @@ def test_an_agent_request_with_everything_in_it(serve: Any) -> None:
     assert text_of(request.messages[2]) == "it broke" and text_of(request.messages[4]) == "after\ndoc"
 
 
+def test_rarer_blocks_of_an_agent(serve: Any) -> None:
+    found = {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "body"}]}
+    result = [{"type": "tool_reference", "tool_name": "a"}, {"type": "text", "text": "seen"}]
+    server = serve()
+    turns = [
+        {"role": "user", "content": [{"type": "container_upload", "file_id": "f"}, found]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "bash", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": result}]},
+    ]
+    assert server.post("/v1/messages", {"max_tokens": 9, "messages": turns}).status_code == 200
+    first, _, last = server.last.messages
+    assert text_of(first) == "T\nS\nbody" and (last.role, text_of(last)) == ("tool", "seen")
+
+
 def test_constraints_reach_the_engine_or_are_refused_by_it(serve: Any) -> None:
     server = serve()
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
