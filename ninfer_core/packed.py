@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -438,14 +439,16 @@ def random_packed(
     """Random weights in the formats of a recipe (default: the published one), made on the device.
 
     Codes cover their whole range. Scales make a product of unit inputs a unit output, so activations stay of order 1
-    through all layers. The same seed gives the same weights on the same kind of device.
+    through all layers. The same seed gives the same weights on the same kind of device, with a draft layer or without.
     """
     objects = inventory(config, recipe or default_recipe(config), mtp=mtp, vision=False, draft=mtp and draft_head)
-    generator = torch.Generator(torch.device(device)).manual_seed(seed)
+    generator = torch.Generator(torch.device(device))
     limit = TOKEN_IDS.get(config.model_id, config.vocab_size)
 
     def fill(jobs: list[Job]) -> None:
         for job in jobs:
+            part = "" if isinstance(job, TensorJob) else f" {job.row}"
+            generator.manual_seed((seed << 32) + crc32((job.name + part).encode()))
             if isinstance(job, TensorJob):
                 _random_tensor(job.name, job.target, generator, limit)
             else:

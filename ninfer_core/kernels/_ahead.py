@@ -1,7 +1,7 @@
 """What a decode kernel brings into the second-level cache for the next one, while memory has nothing else to do.
 
-A kernel that computes more than it reads asks for the weights of the kernel behind it once its own loads are under
-way. An ask holds no register and nobody waits for it; no value depends on it.
+A kernel that ends in work on what it has read asks for the weights of the kernel behind it once its own have come. An
+ask holds no register and nobody waits for it; no value depends on it.
 """
 
 from __future__ import annotations
@@ -52,10 +52,6 @@ def ask_matrix(
     if FMT == 6:
         ask_words(wh, place, THREADS, UNITS * 64, APART, PTX)
     ask_words(ws, place, THREADS, UNITS * 8, APART, PTX)
-
-
-FEW = tl.constexpr(4)
-"""Rows up to which a call asks: of more rows kernels keep memory busy themselves."""
 
 
 def asks(matrix: KernelMatrix | None, none: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:

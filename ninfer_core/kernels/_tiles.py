@@ -74,7 +74,7 @@ class ExpertRegisters(NamedTuple):
     up_row: int | None = 128
     up_pairs: int | None = 128
     up_items: int | None = 80
-    down_row: int | None = None
+    down_row: int | None = 168
     down_pairs: int | None = 128
     down_items: int | None = 80
 
@@ -86,15 +86,13 @@ class Family(NamedTuple):
     a packed format whose groups of 32 are uneven on the card, bounded by `shared_registers`. `head`, `head_registers`:
     the output head, where the registers of a stage of its four-bit codes suffice for a long K. `expert_steps`,
     `item_steps`: most steps of the routed gate/up with two to eight rows, and with more, `down_steps` of down with more
-    than `choosing`. `expert_registers`, `registers`: bounds for the routed experts, and for other kernels of at most
-    eight rows, so that more programs fit at once. `many_steps`, `many_registers`: those of projections of more rows, of
-    which a program serves `blocks` of eight at most, of the router's `router_blocks`; `side`: their high-precision rows
-    of a warp. `few_sequences`: see that function. `early`: see `_dequant.wait_for_inputs`. `row_ahead`: gate/up of one
-    row reads it before the wait. `held`: units of a program of routed experts that wait in shared memory, at most the
-    64 of `moe_decode.ROOM`, of gate/up in calls of `held_rows` and more, with the steps and registers of items.
-    `choosing`: most rows whose down products choose their experts themselves. `ahead`: bytes that an ask for the next
-    kernel's weights brings (`_ahead.py`), 0 for none. `rolling`: see `linear_decode.tile_products`. `measured`: on
-    what, or how else chosen.
+    than two. `expert_registers`, `registers`: bounds for the routed experts, and for other kernels of at most eight
+    rows, so that more programs fit at once. `many_steps`, `many_registers`: those of projections of more rows, of which
+    a program serves `blocks` of eight at most, of the router's `router_blocks`; `side`: their high-precision rows of a
+    warp. `few_sequences`: see that function. `early`: see `_dequant.wait_for_inputs`. `held`: units of a program of
+    routed experts that wait in shared memory, at most the 64 of `moe_decode.ROOM`, of gate/up in calls of `held_rows`
+    and more, with the steps and registers of items. `ahead`: bytes that an ask for the next kernel's weights brings
+    (`_ahead.py`), 0 for none. `rolling`: see `linear_decode.tile_products`. `measured`: on what, or how else chosen.
     """
 
     measured: str
@@ -124,8 +122,6 @@ class Family(NamedTuple):
     early: bool = False
     ahead: int = 0
     rolling: bool = False
-    row_ahead: bool = True
-    choosing: int = 2
 
 
 ESTIMATED = "nothing of this kind: as on one H200, with fewer bytes under way for its lower bandwidth a multiprocessor"
@@ -133,7 +129,7 @@ FAMILIES = {
     80: Family("nothing of this kind: as on one H200"),
     86: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
     89: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
-    90: Family("one H200", early=True, ahead=128),
+    90: Family("one H200", mlp=Tile(4, 4, 8, 5), early=True, ahead=128, rolling=True),
     100: Family("nothing of this kind: as on one H200"),
     120: Family(ESTIMATED, residual=Tile(2, 8, 8), router=Tile(1, 8, 4)),
 }

@@ -23,7 +23,6 @@ import triton.language as tl
 
 from ..footprint import SHORT, splits_of
 from . import _tiles
-from ._ahead import FEW, ask_matrix, asks
 from ._dequant import (
     FRESH4,
     WEIGHT4,
@@ -35,7 +34,7 @@ from ._dequant import (
     wait_for_inputs,
 )
 from ._halves import column_max, column_sum, half_product, pack_halves, power
-from ._order import Activation, KernelMatrix
+from ._order import Activation
 from ._pages import (
     PAGE_TOKENS,
     append_rows,
@@ -457,14 +456,11 @@ def attention_split_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def attention_combine_kernel(
-    part_out, part_max, part_sum, projected, lengths, q_out, s_out, next_w, next_wh, next_ws, splits,
-    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
-    AFMT: tl.constexpr, APART: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    part_out, part_max, part_sum, projected, lengths, q_out, s_out, splits,
+    H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (head * 8 + group of 32 dims, row): join all splits at once, sigmoid gate, int8 group.
-
-    `next_w`, `next_wh`, `next_ws`, AHEAD: what of the next kernel is asked for; see `_ahead.asks`.
-    """
+    """Programs (head * 8 + group of 32 dims, row): join all splits at once, sigmoid gate, int8 group."""
     WIDTH: tl.constexpr = 2 * (H + KH) * 256
     head = tl.program_id(0) // 8
     group = tl.program_id(0) % 8
@@ -478,13 +474,8 @@ def attention_combine_kernel(
     at = (t * H + head) * splits + i
     part = tl.load(part_out + at.to(tl.int64)[:, None] * 256 + d[None, :], mask=inside[:, None], other=0.0)
     best = tl.load(part_max + at, mask=inside, other=-1.0e30)
-    share = tl.load(part_sum + at, mask=inside, other=0.0)
-    if AHEAD:  # noqa: SIM102  # compiled in or left out
-        if (t == 0) & (tl.num_programs(1) <= FEW):
-            place = tl.program_id(0) * 128 + tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
-            ask_matrix(next_w, next_wh, next_ws, place, H * 8 * 128, AHEAD, AFMT, APART, PTX)
     weight = tl.where(inside, tl.exp2(best - tl.max(best, 0)), 0.0)
-    mass = tl.sum(weight * share, 0)
+    mass = tl.sum(weight * tl.load(part_sum + at, mask=inside, other=0.0), 0)
     y = tl.sum(part * weight[:, None], 0) / mass / (1.0 + tl.exp(-gate))
     store_groups(tl.reshape(y, [1, 32]), q_out, s_out, t, head * 8 + group, H * 8, 1)
 
@@ -553,22 +544,15 @@ def attend_splits(
 
 
 def combine_splits(
-    projected: torch.Tensor,
-    lengths: torch.Tensor,
-    workspace: AttentionWorkspace,
-    out: Activation,
-    *,
-    heads: int,
-    ahead: KernelMatrix | None = None,
+    projected: torch.Tensor, lengths: torch.Tensor, workspace: AttentionWorkspace, out: Activation, *, heads: int
 ) -> None:
     """The second launch of `attention`: `out` from what `attend_splits` left."""
-    planes, wanted = asks(ahead, lengths)
     total = projected.shape[0]
     kv_heads = projected.shape[1] // 512 - heads
     attention_combine_kernel[(heads * 8, total)](
-        workspace.out, workspace.top, workspace.mass, projected, lengths, out.q, out.s, *planes, workspace.out.shape[2],
+        workspace.out, workspace.top, workspace.mass, projected, lengths, out.q, out.s, workspace.out.shape[2],
         H=heads, KH=kv_heads, R=total // lengths.shape[0], MOST=workspace.most,
-        BLOCK=triton.next_power_of_2(workspace.most), **wanted, **_tiles.launch(projected, 4),
+        BLOCK=triton.next_power_of_2(workspace.most), **_tiles.launch(projected, 4),
     )  # fmt: skip
 
 
@@ -586,7 +570,6 @@ def attention(
     out: Activation,
     *,
     heads: int,
-    ahead: KernelMatrix | None = None,
     eps: float = 1e-6,
 ) -> None:
     """Append the rows' keys and values and attend; `out` are int8 rows of the gated output (read with norm="none").
@@ -596,7 +579,6 @@ def attention(
         q_gain, k_gain: bf16 [256]. cos, sin: fp32 [T, 64] (the sine carries the sign of its half).
         codes: int8 [2, K, pages, 64, 256] with scales fp16 [2, K, pages, 64, 4], or bf16 without.
         tables: int32 [B, P] page numbers. lengths: int32 [B], index of a sequence's first row.
-        ahead: weights of the next kernel, asked for by calls of few rows.
     """
     attend_splits(projected, q_gain, k_gain, cos, sin, codes, scales, tables, lengths, workspace, heads=heads, eps=eps)
-    combine_splits(projected, lengths, workspace, out, heads=heads, ahead=ahead)
+    combine_splits(projected, lengths, workspace, out, heads=heads)

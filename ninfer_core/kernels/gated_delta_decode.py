@@ -15,7 +15,6 @@ import triton.language as tl
 
 from ..state import RING, DeltaState
 from . import _tiles
-from ._ahead import FEW, ask_matrix, asks
 from ._dequant import (
     EARLY1,
     EARLY4,
@@ -31,7 +30,7 @@ from ._dequant import (
     wait_for_inputs,
 )
 from ._halves import power
-from ._order import Activation, KernelMatrix
+from ._order import Activation
 from ._room import copy_four, put_one, put_two, room, room_of, take_floats, wait_for_copies
 
 # Everything is in lane form, [8 warps, 32 lanes]. A warp owns four of the program's 32 value columns (rows of the
@@ -446,9 +445,8 @@ def load_early(taps, a_log, dt_bias, norm, conv, n, HK: tl.constexpr, HV: tl.con
 
 @triton.jit
 def mix_rows(
-    state, at, early, projected, ab, conv, ring_k, ring_e, ring_g, n, q_out, s_out, ss_out, next_w, next_wh, next_ws,
-    HK: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, RINGS: tl.constexpr, AHEAD: tl.constexpr, AFMT: tl.constexpr,
-    APART: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    state, at, early, projected, ab, conv, ring_k, ring_e, ring_g, n, q_out, s_out, ss_out,
+    HK: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, RINGS: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The rows of a window from the committed state on: outputs, and what the next call finds in the rings."""
     C: tl.constexpr = (2 * HK + HV) * 128
@@ -476,10 +474,6 @@ def mix_rows(
     gate_at = ab + (b * R + row) * (2 * HV) + head
     x = load_one(gate_at, FRESH1, PTX) + bias
     rise = load_one(gate_at + HV, FRESH1, PTX)
-    if AHEAD and R <= FEW:  # noqa: SIM102  # compiled in or left out
-        if tl.num_programs(1) * R <= FEW:
-            place = tl.program_id(0) * 256 + warp * 32 + lane
-            ask_matrix(next_w, next_wh, next_ws, place, HV * 4 * 256, AHEAD, AFMT, APART, PTX)
     items = ()
     for i in tl.static_range(ITEMS):
         q = convolve_pair(windows[i][0], q_taps, PTX)
@@ -498,14 +492,12 @@ def mix_rows(
 @triton.jit
 def gated_delta_kernel(
     projected, ab, taps, a_log, dt_bias, norm, s_ptr, conv_ptr, k_ptr, e_ptr, g_ptr, slots, lengths, commits,
-    q_out, s_out, ss_out, eps, next_w, next_wh, next_ws,
-    HK: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, RINGS: tl.constexpr, AHEAD: tl.constexpr, AFMT: tl.constexpr,
-    APART: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    q_out, s_out, ss_out, eps,
+    HK: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, RINGS: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Programs (head * 4 + slice, sequence): rows b * R .. b * R + R - 1 of `projected` [T, C + Hv * 128].
 
-    `projected`, `taps` and `conv_ptr` are pairs of bf16 as int32, `q_out` bytes. `next_w`, `next_wh`, `next_ws`, AHEAD:
-    what of the next kernel is asked for; see `_ahead.asks`.
+    `projected`, `taps` and `conv_ptr` are pairs of bf16 as int32, `q_out` bytes.
     """
     RATIO: tl.constexpr = HV // HK
     C: tl.constexpr = (2 * HK + HV) * 128
@@ -535,7 +527,7 @@ def gated_delta_kernel(
     if R > 0:
         mix_rows(
             state, at, early, projected, ab, conv, ring_k, ring_e, ring_g, n, q_out, s_out, ss_out,
-            next_w, next_wh, next_ws, HK, HV, R, RINGS, AHEAD, AFMT, APART, PDL, PTX,
+            HK, HV, R, RINGS, PDL, PTX,
         )  # fmt: skip
     else:
         wait_for_inputs(PDL)
@@ -554,7 +546,6 @@ def gated_delta(
     commits: torch.Tensor,
     out: Activation,
     *,
-    ahead: KernelMatrix | None = None,
     eps: float = 1e-6,
 ) -> None:
     """Mixer of one layer for B sequences of R rows (T = B * R, rows of a sequence together).
@@ -564,7 +555,6 @@ def gated_delta(
         taps: bf16 [4, C]. a_log, dt_bias: fp32 [Hv]. norm: bf16 [128].
         slots, lengths, commits: int32 [B]: state slot, index of the first row, rows of the window before to apply.
         out: int8 rows of norm(o) * silu(z) before the head's RMS factor; read with norm="head".
-        ahead: weights of the next kernel, asked for by calls of few rows.
     """
     batch = slots.shape[0]
     rows = projected.shape[0] // batch
@@ -584,8 +574,6 @@ def gated_delta(
         options = _tiles.launch(projected, WARPS.value, 128)
         gated_delta_batch_kernel[grid](*arguments, HK=key_heads, HV=value_heads, RINGS=RING, **options)
         return
-    planes, wanted = asks(ahead, slots)
     gated_delta_kernel[grid](
-        *arguments, *planes, HK=key_heads, HV=value_heads, R=rows, RINGS=RING, **wanted,
-        **_tiles.launch(projected, 8, 64 if rows == 1 else None),
-    )  # fmt: skip
+        *arguments, HK=key_heads, HV=value_heads, R=rows, RINGS=RING, **_tiles.launch(projected, 8)
+    )

@@ -360,7 +360,7 @@ def route_and_shared(
         N=shared_gate_up.rows, U=shared_gate_up.groups, K=shared_gate_up.columns, PARTS=a.ss.shape[1], HEADS=False,
         ROWNORM=True, SIDE=each, FMT=shared_gate_up.code, TILES=tile.tiles, S=tile.steps, X=tile.warps,
         NB=blocks, R=_tiles.window(rows),
-        **_tiles.launch(logits, tile.warps, leads=rows == 1 and not _tiles.family(logits).row_ahead),
+        **_tiles.launch(logits, tile.warps),
     )  # fmt: skip
 
 
@@ -446,7 +446,7 @@ def expert_gate_up(
 
     Must follow `route_and_shared` of the same rows: up to eight rows of `a` are read while that still runs.
     Shapes: logits [T, E + 1], shared [T, 2 * inner], ids and weights [T, top_k] (written). `ahead`: the down matrices,
-    of which a call of up to four rows asks for those of its experts.
+    of which a call of two to four rows asks for those of its experts.
 
     Raises:
         ValueError: the shared expert is not as wide as a routed one.
@@ -471,10 +471,10 @@ def expert_gate_up(
     some = bounds.up_items if held else bounds.up_pairs
     hq = h.q.view(torch.int8)
     if rows <= 8:
-        planes, asked = asks(ahead if rows <= 4 else None, a.q)
+        planes, asked = asks(ahead if 1 < rows <= 4 else None, a.q)
         pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
             matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, *planes,
-            rows, eps, **asked, E=experts, LOADED=rows == 1 and _tiles.family(logits).row_ahead, **shape,
+            rows, eps, **asked, E=experts, LOADED=rows == 1, **shape,
             **_tiles.launch(logits, tile.warps, bounds.up_row if rows == 1 else some),
         )  # fmt: skip
         return
@@ -512,7 +512,7 @@ def expert_down(
     if top_k & (top_k - 1) or matrix.columns // 32 % top_k or width // 32 % top_k:
         raise ValueError(f"{top_k} warps do not divide {matrix.columns} by {width} weights into whole groups of 32")
     grouped = rows > 8
-    chooses = rows <= _tiles.family(x).choosing
+    chooses = rows <= 2
     bounds = _tiles.family(x).expert_registers
     held = _tiles.expert_held(matrix, 1, 2, top_k)
     some = matrix.groups - held if chooses else _tiles.down_steps(matrix, held)

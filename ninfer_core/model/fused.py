@@ -185,7 +185,7 @@ class FusedLayers:
             project(mixer.proj, a, work.gdn_in[:rows], eps=self.eps, u=u, side=mixer.side, side_out=work.gates[:rows])
             gated_delta(
                 work.gdn_in[:rows], work.gates[:rows], mixer.taps, mixer.a_log, mixer.dt_bias, mixer.norm, store,
-                call.slots, call.lengths, call.commits, mixed, ahead=mixer.output, eps=self.eps,
+                call.slots, call.lengths, call.commits, mixed, eps=self.eps,
             )  # fmt: skip
         else:
             assert isinstance(store, KVLayer)
@@ -194,7 +194,7 @@ class FusedLayers:
             attention(
                 work.attention_in[:rows], mixer.q_norm, mixer.k_norm, call.cos, call.sin, store.codes, store.scales,
                 call.tables, call.lengths, work.attention(rows, call.splits), mixed,
-                heads=self.config.num_attention_heads, ahead=mixer.output, eps=self.eps,
+                heads=self.config.num_attention_heads, eps=self.eps,
             )  # fmt: skip
         project_residual(mixer.output, mixed, x, layer.post_norm, y, u, a, work.sums, eps=self.eps, norm=norm)
         self._ffn(layer, rows, next_norm)
@@ -209,9 +209,7 @@ class FusedLayers:
             return
         logits, shared, ids, shares = work.router[:rows], work.shared[:rows], work.ids[:rows], work.shares[:rows]
         route_and_shared(ffn.shared_gate_up, ffn.router, a, u, shared, logits, eps=self.eps)
-        expert_gate_up(
-            ffn.gate_up, a, logits, shared, work.expert_rows, ids, shares, eps=self.eps, ahead=ffn.down
-        )
+        expert_gate_up(ffn.gate_up, a, logits, shared, work.expert_rows, ids, shares, eps=self.eps, ahead=ffn.down)
         expert_down(
             ffn.down, ffn.shared_down, work.expert_rows, ids, shares, logits, y, next_norm, x, u, a
         )  # fmt: skip

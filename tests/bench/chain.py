@@ -18,8 +18,6 @@ from tests.bench.kernel_inputs import DEVICE, graph_time, random_activation, ran
 
 CONTEXT = 7680
 CHAIN_ROWS = (1, 4)
-ASKS = "mau"
-"""Who asks for the next kernel's weights: DeltaNet, attention, experts up."""
 PARTS = "eimaorudh"
 """Embedding, input projections, DeltaNet, attention, output projections, router, experts up, down, head."""
 
@@ -92,10 +90,6 @@ class Chain:
         states += [t for w in self.layers if w["state"] for t in (w["state"].e, w["state"].g)]
         return [*states, *(t for w in self.layers if w["kv"] for t in w["kv"]), *self.x, self.u, self.tokens]
 
-    def asked(self, part, matrix):
-        """What launches of `part` ask for."""
-        return matrix if part in ASKS else None
-
     def step(self, parts=PARTS, routings=None):
         """One greedy step; `parts` leaves launches out to place the time. `routings`: router logits of every layer."""
         x, y = self.x
@@ -111,12 +105,12 @@ class Chain:
             if "m" in parts and not w["attention"]:
                 delta.gated_delta(
                     self.proj, self.ab, w["taps"], w["a_log"], w["dt"], w["gnorm"], w["state"], self.slots,
-                    self.lengths, self.commits, self.mid, ahead=self.asked("m", w["out"]),
+                    self.lengths, self.commits, self.mid,
                 )  # fmt: skip
             if "a" in parts and w["attention"]:
                 attention.attention(
                     self.attn, self.gain, self.gain, self.cos, self.sin, *w["kv"], self.table, self.lengths, self.work,
-                    self.mid, heads=16, ahead=self.asked("a", w["out"]),
+                    self.mid, heads=16,
                 )  # fmt: skip
             if "o" in parts:
                 norm = "none" if w["attention"] else "head"
@@ -126,7 +120,7 @@ class Chain:
             if "u" in parts:
                 moe.expert_gate_up(
                     w["up"], self.a, logits, self.shared, self.h, self.ids, self.weights,
-                    ahead=self.asked("u", w["down"]),
+                    ahead=w["down"],
                 )  # fmt: skip
             if "d" in parts:
                 moe.expert_down(

@@ -53,17 +53,14 @@ ROLES = {
     "out": Role(5120, 6144, "Q5", {"one": ONE, "default": {}, "112": {"shared_registers": 112}}),
     "down": Role(5120, 17408, "Q5", {"one": ONE, "default": {}}),
     "up": Role(34816, 5120, "Q4", {
-        "one": up(5, 8, 1), "default": {}, "rolling": {"rolling": True}, "rolling 4": {"rolling": True} | up(4, 8, 5),
+        "one": up(4, 8, 1), "default": {}, "in stages": {"rolling": False}, "5 steps": up(5, 8, 5),
     }),
-    "in": Role(16384, 5120, "Q5", {"default": {}, "rolling": {"rolling": True}}),
+    "in": Role(16384, 5120, "Q5", {"default": {}, "in stages": {"rolling": False}}),
     "draft head": Role(131072, 5120, "Q4", {
         "one": {"head": Tile(2, 5, 8), "head_registers": None}, "default": {}, "112": {"head_registers": 112},
     }),
 }  # fmt: skip
-LAYER = {
-    "default": {}, "no ahead": {"ahead": 0}, "ahead 64": {"ahead": 64}, "ahead 32": {"ahead": 32},
-    "late": {"early": False}, "late, no ahead": {"early": False, "ahead": 0},
-}  # fmt: skip
+LAYER: dict[str, Fields] = {"default": {}, "late": {"early": False}}
 """Mixer and output projection of ten layers, and all their Gated DeltaNet launches; the values mean nothing."""
 COPIES = 10
 CALLS = 20
@@ -140,7 +137,7 @@ class Mixer:
         """The mixer of layer `i`."""
         delta.gated_delta(
             self.into.wide, self.into.gates, self.taps, self.a_log, self.dt, self.norm, self.states[i], *self.numbers,
-            self.out.a, ahead=self.out.weights[i],
+            self.out.a,
         )  # fmt: skip
 
 

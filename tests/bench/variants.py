@@ -23,7 +23,6 @@ import torch
 
 from ninfer_core.kernels import _dequant, _tiles
 from ninfer_core.kernels._tiles import ExpertRegisters, Tile
-from tests.bench import chain
 from tests.bench.chain import PARTS, Chain, context_times, routing_cost, run_chain
 from tests.bench.common import Record
 from tests.bench.kernel_checks import CHECKS, faults
@@ -33,44 +32,26 @@ BOUNDS = ExpertRegisters()
 FAMILY = {
     "default": {},
     "no ahead": {"ahead": 0},
-    "ahead for out": {"asks": "ma"},
-    "ahead for down": {"asks": "u"},
-    "ahead 64": {"ahead": 64},
-    "ahead 32": {"ahead": 32},
-    "rolling": {"rolling": True},
-    "out 2 8 8, no ahead": {"ahead": 0, "residual": Tile(2, 8, 8)},
+    "in stages": {"rolling": False},
+    "few 0": {"few_sequences": 0},
+    "down free": {"expert_registers": BOUNDS._replace(down_row=None)},
+    "up free": {"expert_registers": BOUNDS._replace(up_row=None)},
     "late": {"early": False},
     "free registers": {"registers": None},
-    "row behind": {"row_ahead": False},
-    "up free": {"expert_registers": BOUNDS._replace(up_row=None)},
-    "down 168": {"expert_registers": BOUNDS._replace(down_row=168)},
     "out 2 8 8": {"residual": Tile(2, 8, 8)},
     "in 1 8 4": {"projection": Tile(1, 8, 4)},
     "in 2 4 4": {"projection": Tile(2, 4, 4)},
     "router 1 8 4": {"router": Tile(1, 8, 4)},
     "router 2 8 4": {"router": Tile(2, 8, 4)},
 }
-"""Fields of `_tiles.Family`; "asks": `chain.ASKS`."""
+"""Fields of `_tiles.Family`."""
 LOADS = {
     "loads through .nc": ".nc.L1::no_allocate.L2::256B",
     "loads without sectors": ".L1::no_allocate",
     "plain loads": "",
 }
 """Qualifiers of weight loads; a process of its own each, as kernels keep the first they saw."""
-FIRST = (
-    "default",
-    "no ahead",
-    "ahead for out",
-    "ahead for down",
-    "ahead 64",
-    "ahead 32",
-    "rolling",
-    "row behind",
-    "up free",
-    "down 168",
-    "out 2 8 8",
-    "late",
-)
+FIRST = ("default", "no ahead", "in stages", "few 0", "down free", "late")
 """What answers the open questions; everything else comes behind the contexts and routings."""
 CONTEXTS = (7_680, 130_048, 260_096)
 ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}
@@ -80,13 +61,11 @@ ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}
 @contextmanager
 def applied(name: str) -> Iterator[None]:
     """The tile tables of a variant of `FAMILY`."""
-    families, asks, changed = dict(_tiles.FAMILIES), chain.ASKS, dict(FAMILY.get(name, {}))
-    chain.ASKS = changed.pop("asks", asks)
-    _tiles.FAMILIES.update({n: f._replace(**changed) for n, f in families.items()})
+    families = dict(_tiles.FAMILIES)
+    _tiles.FAMILIES.update({n: f._replace(**FAMILY.get(name, {})) for n, f in families.items()})
     try:
         yield
     finally:
-        chain.ASKS = asks
         _tiles.FAMILIES.update(families)
 
 

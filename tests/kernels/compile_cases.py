@@ -171,10 +171,9 @@ def cases(full: bool = False):
     }  # fmt: skip
     yield from expert_cases(full)
     yield from round_cases(full)
-    ahead = {"AHEAD": 128 * 128, "AFMT": 8, "APART": 128}
     for rows in (1, 4) if full else (1,):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 8, PAIRS, {
-            "HK": 16, "HV": 32, "R": rows, "RINGS": 16, **ahead,
+            "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
         }  # fmt: skip
     yield "gdn batch", gated_delta_batch_decode.gated_delta_batch_kernel, 2, PAIRS, {"HK": 16, "HV": 32, "RINGS": 16}
     heads = {"H": 16, "KH": 2, "MOST": 128}
@@ -189,7 +188,7 @@ def cases(full: bool = False):
             heads | {"R": rows, "ROWS": block, "INT8": int8},
         )
     yield "attention combine", attention_decode.attention_combine_kernel, 4, {"q_out": "*i32"}, heads | {
-        "R": 1, "BLOCK": 128, **ahead,
+        "R": 1, "BLOCK": 128,
     }  # fmt: skip
 
 
