@@ -265,19 +265,18 @@ def ask_inner_units(at, w, wh, ws, tile, lane, U: tl.constexpr, S: tl.constexpr,
 
 @triton.jit
 def held_sums(
-    acc, at, asked, loaded, FIRST: tl.constexpr, S: tl.constexpr, TILES: tl.constexpr, X: tl.constexpr,
-    FMT: tl.constexpr, PTX: tl.constexpr,
+    acc, at, asked, loaded, FIRST: tl.constexpr, S: tl.constexpr, X: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Accumulators of `TILES` row tiles plus `S` steps from `FIRST` of those in the room at `at`, times `loaded`."""
+    """Two accumulators plus `S` steps from `FIRST` of those in the room at `at`, times `loaded`."""
     if S > 0:
         wait_for_copies(PTX)
         start = loads_under_way(X, PTX)
         for i in tl.static_range(S):
             b, scales = loaded[i]
             grown = ()
-            for r in tl.static_range(TILES):
-                words, high, pair = asked[(FIRST + i) * TILES + r]
-                words = own_words(at + ((FIRST + i) * TILES + r) * (X * 512), words, PTX)
+            for r in tl.static_range(2):
+                words, high, pair = asked[(FIRST + i) * 2 + r]
+                words = own_words(at + ((FIRST + i) * 2 + r) * (X * 512), words, PTX)
                 low, top = unpack_scales(pair, 8)
                 grown = grown + (add_unit(acc[r], words, high, low, top, b, scales, X, FMT, PTX, 1, start),)  # noqa: RUF005
             acc = grown
@@ -293,7 +292,7 @@ def outer_sums(
     P: tl.constexpr = S if HELD % S == 0 else HELD
     for c in tl.static_range(HELD // P if HELD > 0 else 0):
         loaded = inner_columns(hq, hs, row, pair, pair, c * P, lane, G32, P, 1, FMT, 1, PTX)
-        acc = held_sums(acc, at, asked, loaded, c * P, P, 2, X, FMT, PTX)
+        acc = held_sums(acc, at, asked, loaded, c * P, P, X, FMT, PTX)
     for c in tl.static_range((U - HELD) // S):
         if c > 0:
             units = inner_units(w, wh, ws, tile, HELD + c * S, lane, U, S, 1, FMT, PTX)
@@ -373,9 +372,9 @@ def store_pair(acc, hq, hs, squares, pair, tile, eps, INTER: tl.constexpr, K: tl
 
 @triton.jit
 def item_tile(
-    at, w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps,
+    w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps,
     TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
-    HELD: tl.constexpr, S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """An int8 group of the pairs of an item: `own` [32] that of column lane // 4, `pair` that of a lane's results."""
     lane = tl.arange(0, 32)
@@ -384,7 +383,7 @@ def item_tile(
         xq, xs, tl.arange(0, X)[:, None], lane[None, :], (own // TOPK)[None, :], row[None, :], K // 32, FMT
     )  # fmt: skip
     squares = row_squares(ss, row, PARTS, FRESH1, PTX)
-    y = sum_warps(item_sums(at, w, wh, ws, expert, tile, q, s, INTER, U, FMT, HELD, S, X, PTX), 1)
+    y = sum_warps(item_sums(w, wh, ws, expert, tile, q, s, INTER, U, FMT, S, X, PTX), 1)
     factor = tl.rsqrt(rows_sum(squares) / K + eps)
     h = ()
     for i in tl.static_range(4):
@@ -434,31 +433,20 @@ def gate_up_sums(
 
 @triton.jit
 def item_sums(
-    at, w, wh, ws, expert, tile, q, s, INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, HELD: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
+    w, wh, ws, expert, tile, q, s, INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
+    X: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """`tile_sums` with columns from `q`, `s`; the first `HELD` steps of a warp wait in the room at `at`."""
+    """`tile_sums` with columns from the pointers `q`, `s`, asked for behind the weights they meet."""
     HIGH: tl.constexpr = 64 if FMT == 6 else 32
     lane = tl.arange(0, 32)[None, :]
     gate_at = (expert * (INTER // 8) + tile * 2) * U + tl.arange(0, X)[:, None]
     gate_w, gate_h, gate_s = unit_pointers(w, wh, ws, gate_at, lane, FMT)
     up_w, up_h, up_s = unit_pointers(w, wh, ws, gate_at + (INTER // 16) * U, lane, FMT)
-    asked = ()
-    for i in tl.static_range(HELD):
-        for r in tl.static_range(4):
-            n = r % 2 * U + i * X
-            words = ask_words(at + (i * 4 + r) * (X * 512), (gate_w if r < 2 else up_w) + n * 128, PTX)
-            high = load_high(gate_h if r < 2 else up_h, n, FMT, PTX)
-            scales = load_one((gate_s if r < 2 else up_s) + n * 8, WEIGHT1, PTX)
-            asked = asked + ((words, high, scales),)  # noqa: RUF005
-    loaded = row_columns(q, s, 0, HELD, FMT, X, FRESH1, PTX)
     acc = fresh(4, X)
-    for c in tl.static_range((U // X - HELD) // S):
-        n = (HELD + c * S) * X
+    for c in tl.static_range(U // (X * S)):
+        n = c * S * X
         gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1, PTX)
         ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1, PTX)
-        if c == 0:
-            acc = held_sums(acc, at, asked, loaded, 0, HELD, 4, X, FMT, PTX)
         loaded = row_columns(q, s, n, S, FMT, X, FRESH1, PTX)
         acc = gate_up_sums(acc, gates, ups, loaded, 0, S, X, FMT, PTX)
     return acc

@@ -74,9 +74,9 @@ class ExpertRegisters(NamedTuple):
     up_row: int | None = 128
     up_pairs: int | None = 128
     up_items: int | None = 80
-    down_row: int | None = 168
+    down_row: int | None = None
     down_pairs: int | None = 128
-    down_items: int | None = 80
+    down_items: int | None = None
 
 
 class Family(NamedTuple):
@@ -89,10 +89,10 @@ class Family(NamedTuple):
     than two. `expert_registers`, `registers`: bounds for the routed experts, and for other kernels of at most eight
     rows, so that more programs fit at once. `many_steps`, `many_registers`: those of projections of more rows, of which
     a program serves `blocks` of eight at most, of the router's `router_blocks`; `side`: their high-precision rows of a
-    warp. `few_sequences`: see that function. `early`: see `_dequant.wait_for_inputs`. `held`: units of a program of
-    routed experts that wait in shared memory, at most the 64 of `moe_decode.ROOM`, of gate/up in calls of `held_rows`
-    and more, with the steps and registers of items. `ahead`: bytes that an ask for the next kernel's weights brings
-    (`_ahead.py`), 0 for none. `rolling`: see `linear_decode.tile_products`. `measured`: on what, or how else chosen.
+    warp. `early`: see `_dequant.wait_for_inputs`. `held`: units of a program of the routed down products of up to eight
+    rows that wait in shared memory, at most the 64 of `moe_decode.ROOM`. `ahead`: bytes that an ask for the next
+    kernel's weights brings (`_ahead.py`), 0 for none. `rolling`: dense gate/up asks for a step as soon as one is done;
+    see `linear_decode.tile_products`. `measured`: on what, or how else chosen.
     """
 
     measured: str
@@ -104,16 +104,14 @@ class Family(NamedTuple):
     experts: Tile = Tile(2, 4, 8)
     mlp: Tile = Tile(4, 5, 8, 5)
     expert_steps: int = 4
-    item_steps: int = 1
+    item_steps: int = 2
     down_steps: int = 2
     held: int = 64
-    held_rows: int = 9
     expert_registers: ExpertRegisters = ExpertRegisters()
     registers: int | None = 128
     shared_registers: int | None = 96
     head: Tile = Tile(2, 10, 4)
     head_registers: int | None = 128
-    few_sequences: int = 1
     blocks: int = 4
     router_blocks: int = 1
     side: int = 2
@@ -254,22 +252,19 @@ def experts(matrix: KernelMatrix) -> Tile:
     return Tile(2, steps(matrix.groups, count, most.steps), count)
 
 
-def expert_held(matrix: KernelMatrix, warps: int, tiles: int, size: int) -> int:
-    """Steps of a warp of the routed experts, of `tiles` row tiles, that wait in the room of a program of `size` warps.
-
-    At most half of its share of K, of which `warps` have one each.
-    """
-    return min(matrix.groups // warps // 2, family(matrix.words).held // (tiles * size))
+def expert_held(matrix: KernelMatrix, warps: int) -> int:
+    """Units of K of a warp of the routed down products that wait in a program's room: half of its share at most."""
+    return min(matrix.groups // 2, family(matrix.words).held // (2 * warps))
 
 
-def expert_steps(matrix: KernelMatrix, warps: int, many: bool, held: int) -> int:
-    """Steps that a warp of the routed gate/up has in registers, beside `held`, in a call of several rows."""
+def expert_steps(matrix: KernelMatrix, warps: int, rows: int) -> int:
+    """Steps that a warp of the routed gate/up has in flight in a call of several rows."""
     most = family(matrix.words)
-    return parts(matrix.groups // warps - held, most.item_steps if many else most.expert_steps)
+    return parts(matrix.groups // warps, most.expert_steps if rows <= 8 else most.item_steps)
 
 
 def down_steps(matrix: KernelMatrix, held: int) -> int:
-    """The same of the routed down products."""
+    """The same of the routed down products, beside `held`."""
     return parts(matrix.groups - held, family(matrix.words).down_steps)
 
 
@@ -296,11 +291,6 @@ def whole(groups: int, tile: Tile, tensor: torch.Tensor) -> int:
 def mlp_registers(matrix: KernelMatrix, rows: int) -> int | None:
     """Bound on its registers: two programs then fit on a multiprocessor."""
     return family(matrix.words).registers if rows <= 8 else None
-
-
-def few_sequences(tensor: torch.Tensor) -> int:
-    """Most sequences whose single rows the Gated DeltaNet kernel of eight warps mixes; more take that of two."""
-    return family(tensor).few_sequences
 
 
 def attention_rows(rows: int, codes: torch.Tensor) -> int:

@@ -517,13 +517,11 @@ def gated_delta_kernel(
     state = load_quarters(s_at, PTX)
     ring_k += head // RATIO * 128
     pending = load_pending(at, ring_k, ring_e + own, ring_g + lane * 0, n, commit, HK, HV, RINGS, PTX)
-    if R > 1:
+    if R > 0:
         early = load_early(taps, a_log, dt_bias, norm, conv, n, HK, HV, R, RINGS, PTX)
     wait_for_copies(PTX)
     tl.debug_barrier()
     state = commit_rows(state, at, s_at, pending, commit, PTX)
-    if R == 1:  # later, for 64 registers: then programs find room beside the projection's, whose end all this precedes
-        early = load_early(taps, a_log, dt_bias, norm, conv, n, HK, HV, R, RINGS, PTX)
     if R > 0:
         mix_rows(
             state, at, early, projected, ab, conv, ring_k, ring_e, ring_g, n, q_out, s_out, ss_out,
@@ -568,7 +566,7 @@ def gated_delta(
         state.conv.view(torch.int32), state.k, state.e, state.g, slots, lengths, commits, out.q.view(torch.int8), out.s,
         out.ss, eps,
     )  # fmt: skip
-    if rows == 1 and batch > _tiles.few_sequences(projected):
+    if rows == 1:
         from .gated_delta_batch_decode import WARPS, gated_delta_batch_kernel  # it is made of what stands above
 
         options = _tiles.launch(projected, WARPS.value, 128)

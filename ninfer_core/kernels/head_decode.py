@@ -22,7 +22,6 @@ def head_kernel(
     w, wh, ws, xq, xs, ss, logits, best, best_row, rows, addressable, eps,
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, LOGITS: tl.constexpr, FMT: tl.constexpr,
     S: tl.constexpr, X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-    ROLLING: tl.constexpr = False,
 ):  # fmt: skip
     """Programs (blocks, 32 rows): logits [T, N], largest value and its lowest row per program [T, N / 32]."""
     G32: tl.constexpr = K // 32
@@ -31,7 +30,7 @@ def head_kernel(
     parts = ss + first * (PARTS * 8)
     acc, squares = tile_products(
         w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), parts, G32, eps, 2, NB, U, S, FMT, False,
-        PARTS, X, R, PTX, PDL, 0, ROLLING,
+        PARTS, X, R, PTX, PDL,
     )  # fmt: skip
     lane = tl.arange(0, 32)
     for b in tl.static_range(NB):
@@ -79,7 +78,8 @@ def greedy_kernel(
         value = tl.maximum(value, other)
         i += BLOCK
     top = tl.max(value, 0)
-    chosen = tl.min(tl.where(value == top, row, 2147483647), 0)
+    # Of a row that is not finite no candidate has a row of its own: any will do, as long as it exists.
+    chosen = tl.minimum(tl.min(tl.where(value == top, row, 2147483647), 0), count * 32 - 1)
     if MAPPED:
         chosen = tl.load(token_of + chosen)
     tl.store(token + t, chosen)
@@ -118,7 +118,6 @@ def head(
         candidates.value, candidates.row, rows, addressable, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], LOGITS=logits is not None,
         FMT=matrix.code, S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
-        ROLLING=_tiles.family(a.q).rolling,
         **_tiles.launch(a.q, tile.warps, _tiles.head_registers(matrix, tile, blocks), leads=True),
     )  # fmt: skip
 

@@ -280,7 +280,6 @@ def linear_kernel(
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
     ROWNORM: tl.constexpr, SIDE: tl.constexpr, FMT: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
     X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-    ROLLING: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor(t) * sum_k w[n, k] x[t, k]; with SIDE also fp32 `side_out` = bf16 `side_w` times `u` rows.
 
@@ -300,7 +299,7 @@ def linear_kernel(
         parts = ss + first * (PARTS * 8)
         acc, squares = tile_products(
             w, wh, ws, pid * TILES, q, xs + first * (G32 * 8), parts, G32, eps, TILES, NB, U, S, FMT, HEADS,
-            PARTS if ROWNORM else 0, X, R, PTX, PDL, 0, ROLLING,
+            PARTS if ROWNORM else 0, X, R, PTX, PDL,
         )  # fmt: skip
         lane = tl.arange(0, 32)
         for b in tl.static_range(NB):
@@ -441,7 +440,7 @@ def project(
         side_out if side_out is not None else a.s, rows, extra, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
         ROWNORM=norm == "row", SIDE=each, FMT=matrix.code, TILES=tile.tiles,
-        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows), ROLLING=_tiles.family(out).rolling,
+        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
         **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, rows), leads=True),
     )  # fmt: skip
     return out

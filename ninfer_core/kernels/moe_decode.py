@@ -108,8 +108,8 @@ def list_kernel(ids, items, used, rows, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 def pair_gate_up_kernel(
     w, wh, ws, xq, xs, ss, logits, shared_gate_up, hq, hs, ids, weights, next_w, next_wh, next_ws, rows, eps,
     E: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr,
-    FMT: tl.constexpr, HELD: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr, AHEAD: tl.constexpr,
-    AFMT: tl.constexpr, APART: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    FMT: tl.constexpr, S: tl.constexpr, X: tl.constexpr, LOADED: tl.constexpr, AHEAD: tl.constexpr, AFMT: tl.constexpr,
+    APART: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile, 1 + pair): h[t, slot] = silu(gate_e x) * up_e x for 32 of the inner width, as int8.
 
@@ -146,8 +146,7 @@ def pair_gate_up_kernel(
         if LOADED:
             acc = tile_sums(w, wh, ws, expert, tile, loaded, INTER, U, FMT, S, X, PTX)
         else:
-            at = room_of(ROOM, HELD > 0 and PTX, X) + tl.arange(0, X)[:, None] * 512 + lane[None, :] * 16
-            acc = item_sums(at, w, wh, ws, expert, tile, q, s, INTER, U, FMT, HELD, S, X, PTX)
+            acc = item_sums(w, wh, ws, expert, tile, q, s, INTER, U, FMT, S, X, PTX)
         if AHEAD:  # this program's share of what `expert_down_kernel` reads of the expert
             SHARE: tl.constexpr = AHEAD // E // (INTER // 32)
             first = expert * (AHEAD // E) + tile * SHARE
@@ -161,7 +160,7 @@ def pair_gate_up_kernel(
 def item_gate_up_kernel(
     w, wh, ws, xq, xs, ss, shared_gate_up, hq, hs, items, used, rows, eps,
     TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
-    HELD: tl.constexpr, S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile, 1 + item): the same for the pairs of an item; index 0 quantises the shared expert's rows."""
     tile = tl.program_id(0)
@@ -176,18 +175,14 @@ def item_gate_up_kernel(
     if index < 0:
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
     elif index < filled:
-        at = room_of(ROOM, HELD > 0 and PTX, X) + tl.arange(0, X)[:, None] * 512 + lane[None, :] * 16
-        item_tile(
-            at, w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, HELD, S, X,
-            PTX,
-        )  # fmt: skip
+        item_tile(w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def expert_rows_kernel(
     w, wh, ws, sw, sws, hq, hs, items, used, y, rows,
-    TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, HELD: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
+    X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (32 X outputs, X for every eight rows, then items): y[pair, n]; behind the pairs the shared expert's.
 
@@ -222,14 +217,10 @@ def expert_rows_kernel(
         expert = tl.load(line + PAIRS, cache_modifier=".cg")
         pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
         row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
-        at = room_of(ROOM, HELD > 0 and PTX, X) + warp * 512 + lane * 16
         tile = expert * (N // 16) + group * 2
-        asked = ask_inner_units(at, w, wh, ws, tile, lane, U, HELD, FMT, X, PTX)
-        units = inner_units(w, wh, ws, tile, HELD, lane, U, S, 1, FMT, PTX)
+        units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
         wait_for_inputs(PDL)
-        acc = outer_sums(
-            fresh(2, X), at, asked, units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, HELD, S, X, FMT, PTX
-        )
+        acc = outer_sums(fresh(2, X), 0, (), units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, 0, S, X, FMT, PTX)
         for r in tl.static_range(2):
             for h in tl.static_range(2):
                 n = group * 32 + r * 16 + h * 8 + lane // 4
@@ -464,18 +455,15 @@ def expert_gate_up(
         "FMT": matrix.code, "S": tile.steps, "X": tile.warps,
     }  # fmt: skip
     bounds = _tiles.family(logits).expert_registers
-    held = _tiles.expert_held(matrix, tile.warps, 4, tile.warps) if rows >= _tiles.family(logits).held_rows else 0
     if rows > 1:
-        shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows > 8 or held > 0, held)
-    shape["HELD"] = held
-    some = bounds.up_items if held else bounds.up_pairs
+        shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows)
     hq = h.q.view(torch.int8)
     if rows <= 8:
         planes, asked = asks(ahead if 1 < rows <= 4 else None, a.q)
         pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
             matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, *planes,
             rows, eps, **asked, E=experts, LOADED=rows == 1, **shape,
-            **_tiles.launch(logits, tile.warps, bounds.up_row if rows == 1 else some),
+            **_tiles.launch(logits, tile.warps, bounds.up_row if rows == 1 else bounds.up_pairs),
         )  # fmt: skip
         return
     choose(logits, h, ids, weights)
@@ -514,13 +502,13 @@ def expert_down(
     grouped = rows > 8
     chooses = rows <= 2
     bounds = _tiles.family(x).expert_registers
-    held = _tiles.expert_held(matrix, 1, 2, top_k)
+    held = 0 if grouped else _tiles.expert_held(matrix, top_k)
     some = matrix.groups - held if chooses else _tiles.down_steps(matrix, held)
     if grouped:
         expert_rows_kernel[(width // 32 // top_k, triton.cdiv(rows, 8) * top_k + most_items(rows, top_k, experts))](
             matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, h.items, h.used,
             h.y, rows,
-            TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, HELD=held, S=some, X=top_k,
+            TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, S=some, X=top_k,
             **_tiles.launch(x, top_k, bounds.down_items),
         )  # fmt: skip
     expert_down_kernel[(width // 32, rows)](

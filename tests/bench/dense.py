@@ -55,7 +55,7 @@ ROLES = {
     "up": Role(34816, 5120, "Q4", {
         "one": up(4, 8, 1), "default": {}, "in stages": {"rolling": False}, "5 steps": up(5, 8, 5),
     }),
-    "in": Role(16384, 5120, "Q5", {"default": {}, "in stages": {"rolling": False}}),
+    "in": Role(16384, 5120, "Q5", {"default": {}}),
     "draft head": Role(131072, 5120, "Q4", {
         "one": {"head": Tile(2, 5, 8), "head_registers": None}, "default": {}, "112": {"head_registers": 112},
     }),

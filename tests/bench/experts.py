@@ -31,19 +31,17 @@ LAYERS, EXPERTS, TOP_K, INNER, WIDTH = 40, 256, 8, 512, 2048
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHECKED = (1, 2, 4, 8, 9, 16, 64)
 SWEEP: dict[str, dict[str, Any]] = {"default": {}} | {
-    f"{steps} steps, {held} held, at most {most}": {
-        "expert_steps": 4,
+    f"{steps} steps, at most {most}": {
+        "expert_steps": steps,
         "item_steps": steps,
-        "down_steps": 2 * steps,
-        "held": held,
         "expert_registers": ExpertRegisters(*[most] * len(ExpertRegisters._fields)),
     }
-    for held, steps, most in (
-        (64, 1, 96), (64, 2, 96), (64, 2, 128), (0, 2, 80), (0, 2, 96), (0, 4, 128), (0, 4, None),
-    )
-} | {"held from 5 rows": {"held_rows": 5}}  # fmt: skip
+    for steps, most in ((1, 80), (2, 80), (2, 96), (2, 128), (4, 128), (4, None))
+} | {"nothing held": {"held": 0}}  # fmt: skip
 """Fields of `_tiles.Family` to compare."""
-SWEPT = dict.fromkeys((1, 4), ("default", "4 steps, 0 held, at most 128")) | dict.fromkeys((8, 32, 64), tuple(SWEEP))
+SWEPT = dict.fromkeys((1, 4), ("default", "4 steps, at most 128", "nothing held")) | dict.fromkeys(
+    (8, 32, 64), tuple(SWEEP)
+)
 """By rows, what is compared; calls of up to four, of five to eight and of more rows share their kernels."""
 FAMILIES = dict(_tiles.FAMILIES)
 

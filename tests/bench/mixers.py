@@ -160,15 +160,9 @@ def main() -> int:
         wrong += [f"{name}: {fault}" for fault in faults(found)]
     bandwidth = read_bandwidth()
     record.add("read bandwidth TB/s", bandwidth)
-    families = dict(_tiles.FAMILIES)
     for batch, rows in SHAPES:
         case = Mix(batch, rows)
         record.add(f"delta, {batch} x {rows}", case.measure(bandwidth))
-        if rows == 1:  # the other kernel of the two
-            few = 0 if batch <= _tiles.FAMILIES[90].few_sequences else 64
-            _tiles.FAMILIES.update({n: f._replace(few_sequences=few) for n, f in families.items()})
-            record.add(f"delta, {batch} x {rows}, {2 if few == 0 else 8} warps", case.measure(bandwidth))
-            _tiles.FAMILIES.update(families)
         del case
     if options.delta:
         record.add("faults", wrong)

@@ -33,8 +33,7 @@ FAMILY = {
     "default": {},
     "no ahead": {"ahead": 0},
     "in stages": {"rolling": False},
-    "few 0": {"few_sequences": 0},
-    "down free": {"expert_registers": BOUNDS._replace(down_row=None)},
+    "down 168": {"expert_registers": BOUNDS._replace(down_row=168)},
     "up free": {"expert_registers": BOUNDS._replace(up_row=None)},
     "late": {"early": False},
     "free registers": {"registers": None},
@@ -51,7 +50,7 @@ LOADS = {
     "plain loads": "",
 }
 """Qualifiers of weight loads; a process of its own each, as kernels keep the first they saw."""
-FIRST = ("default", "no ahead", "in stages", "few 0", "down free", "late")
+FIRST = ("default", "no ahead", "in stages", "down 168", "late")
 """What answers the open questions; everything else comes behind the contexts and routings."""
 CONTEXTS = (7_680, 130_048, 260_096)
 ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}

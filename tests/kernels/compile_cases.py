@@ -115,7 +115,7 @@ ATTENTION = dict.fromkeys(("projected", "q_gain", "k_gain", "codes", "scales"), 
 BF16_PAGES = ATTENTION | {"code_bytes": "*fp32", "scale_halves": "*i32"}
 ASK_EARLY = (
     "gdn in", "gdn in R=1", "gdn out", "gdn out R=1", "down", "down R=1", "head", "dense gate/up", "experts down 5 R=1",
-    "gdn R=1", "gdn batch",
+    "gdn R=2", "gdn batch",
 )  # fmt: skip
 """Kernels whose weights or state are asked for before the kernel in front is done."""
 ASKS = {"AHEAD": 256 * 1024, "AFMT": 5, "APART": 128}
@@ -167,11 +167,11 @@ def cases(full: bool = False):
     k = 5120 if full else 512
     yield "dense gate/up", mlp_decode.gate_up_kernel, 8, {}, {
         "INTER": 17408, "U": k // 64, "K": k, "SQUARES": k // 32, "FMT": 4, "S": 5 if full else 1, "X": 8, "WHOLE": 528,
-        "PARTS": 5 if full else 1, "NB": 1, "R": 4,
+        "PARTS": 5 if full else 1, "NB": 1, "R": 4, "ROLLING": True,
     }  # fmt: skip
     yield from expert_cases(full)
     yield from round_cases(full)
-    for rows in (1, 4) if full else (1,):
+    for rows in (2, 4) if full else (2,):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 8, PAIRS, {
             "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
         }  # fmt: skip
@@ -215,27 +215,26 @@ def expert_cases(full: bool):
     """The kernels of the sparse MLP, for a row, a window, and many rows."""
     k, warps, top_k = (2048, 8, 8) if full else (256, 2, 2)
     up = {
-        "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "FMT": 4, "S": 4 if full else 2, "HELD": 0,
+        "TOPK": top_k, "INTER": 512, "K": k, "U": k // 64, "PARTS": 64, "FMT": 4, "S": 4 if full else 2,
         "X": warps,
     }  # fmt: skip
     yield "experts up, a row", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": True}
     yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": False}
-    yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up | {
-        "HELD": 2 if full else 1, "S": 1,
-    }  # fmt: skip
+    yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up | {"S": 2}
     yield "choose", moe_decode.choose_kernel, 1, {}, {"E": 256, "TOPK": top_k}
     yield "list", moe_decode.list_kernel, 8, {}, {"TOPK": top_k, "BLOCK": 256, "OWN": 8}
     inner = 512 if full else 128
     for fmt in (5, 6, 8) if full else (5,):
         units = inner // (32 if fmt == 8 else 64)
         down = {
-            "TOPK": top_k, "INTER": inner, "N": 2048, "U": units, "FMT": fmt, "HELD": min(4, units // 2),
-            "S": min(2, units), "X": warps,
+            "TOPK": top_k, "INTER": inner, "N": 2048, "U": units, "FMT": fmt, "S": min(2, units), "X": warps,
         }  # fmt: skip
         yield f"experts rows {fmt}", moe_decode.expert_rows_kernel, warps, WORDS, down
+        held = min(4, units // 2)
         for rows in (1, 2, 8, 16) if full else (1, 8, 16):
             yield f"experts down {fmt} R={rows}", moe_decode.expert_down_kernel, warps, WORDS, down | {
-                "E": 256, "S": units - min(4, units // 2) if rows <= 2 else min(2, units), "CHOOSES": rows <= 2, "GROUPED": rows > 8,
+                "E": 256, "HELD": 0 if rows > 8 else held, "S": units - held if rows <= 2 else min(2, units),
+                "CHOOSES": rows <= 2, "GROUPED": rows > 8,
             }  # fmt: skip
 
 

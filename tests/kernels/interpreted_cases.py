@@ -261,10 +261,9 @@ def delta():
 
 
 def delta_batch():
-    """A row of each of many sequences against each alone, which another kernel mixes: the same bits of all it leaves."""
+    """A row of each of many sequences against each alone: the same bits of all it leaves."""
     key_heads, heads, slots = 1, 2, (3, 0, 5, 1, 4)
     count, channels = len(slots), (2 * key_heads + heads) * 128
-    assert count > _tiles.FAMILIES[90].few_sequences
     projected = torch.randn(count, channels + heads * 128).bfloat16()
     ab, taps = torch.randn(count, 2 * heads), torch.randn(4, channels).bfloat16()
     a_log, bias, norm = torch.randn(heads) * 0.3, torch.randn(heads), torch.rand(128).bfloat16()
@@ -428,6 +427,9 @@ def head():
     tied = head_decode.Candidates(torch.tensor([[1.0, 4.0, 4.0]]), torch.tensor([[3, 40, 70]], dtype=torch.int32))
     head_decode.greedy(tied, token[:1])
     assert token[0] == 40, "ties go to the lower row"
+    none = head_decode.Candidates(torch.full((1, 3), NAN), torch.full((1, 3), 2147483647, dtype=torch.int32))
+    head_decode.greedy(none, token[:1], names)
+    assert token[0] in names.tolist(), "of a row that is not finite a token that exists"
 
 
 def embed(fmt):
