@@ -66,7 +66,7 @@ LANE_WIDTH = 32
 ORDER = OrderColumns()
 ORDER_WIDTH = 16
 RESULT_WIDTH = 8
-"""Columns of a result: tokens emitted, 1 if a row was not finite, the tokens."""
+"""Columns of a result: tokens emitted, bits (0: a row was not finite, 1: all of the tokens are drafts), the tokens."""
 
 _ANCHOR = tl.constexpr(LANE.anchor)
 _LENGTH = tl.constexpr(LANE.length)
@@ -320,7 +320,8 @@ def accept_kernel(
         ended = tl.where(counts & (stop > 0), 1, ended)
         emitted = tl.where(counts & (stop > 0), r + 1, emitted)
     tl.store(results + b * _RESULT, emitted)
-    tl.store(results + b * _RESULT + 1, fault)
+    # Bit 1: no draw among them, the round was cut within its accepted drafts.
+    tl.store(results + b * _RESULT + 1, fault + 2 * ((emitted > 0) & (accepted >= emitted)).to(tl.int32))
     length = tl.load(lane + _LENGTH) + emitted
     tl.store(pick + b, tl.maximum(emitted - 1, 0))
     for i in tl.static_range(_CHAIN):

@@ -55,12 +55,14 @@ class Start:
 class Result:
     """What a round emitted for one sequence; `finite` False: a row was not, and the sequence has ended.
 
-    `drafts`: those of the next round, where the round had orders.
+    `drafts`: those of the next round, where the round had orders. `cut`: all tokens are accepted drafts, since a stop
+    token or the limit came before the draw.
     """
 
     tokens: list[int]
     finite: bool = True
     drafts: Sequence[int] = ()
+    cut: bool = False
 
 
 class Launched(Protocol):
@@ -108,8 +110,8 @@ class LaneRounds(Protocol):
 class Host(Protocol):
     """What flights need of the runner."""
 
-    def deliver(self, sequence: Running, tokens: list[int], drafted: int) -> int:
-        """Hand tokens over; how many were kept."""
+    def deliver(self, sequence: Running, tokens: list[int], drafted: int, accepted: int) -> int:
+        """Hand over the tokens of a round that judged `drafted` drafts and took `accepted`; how many were kept."""
 
     def fill(self, sequence: Running, start: int, stop: int, hidden: Tensor) -> None:
         """Draft-layer rows `start .. stop - 1` from their hidden rows."""
@@ -367,7 +369,8 @@ class Flights:
             tokens = [*tokens[:owed], *sequence.sampler.stand(tokens[owed:], ordered.rows[owed:])]
             seated.drafts, seated.replaced = result.drafts, tokens[-1] != result.tokens[-1]
         if owed < len(tokens):
-            kept += self._host.deliver(sequence, tokens[owed:], flight.rows - 1 - owed)
+            accepted = len(tokens) - owed - (not result.cut or seated.replaced or len(tokens) < len(result.tokens))
+            kept += self._host.deliver(sequence, tokens[owed:], flight.rows - 1 - owed, accepted)
         sequence.length += kept
         # A round that is under way has applied the rows of this one, those that the host cut included.
         seated.torn = kept < len(tokens) and seated.flying > 0

@@ -77,7 +77,10 @@ class LaunchedRound:
             self._events[1].synchronize()  # type: ignore[attr-defined]
         found = self._results.tolist()
         made: list[list[int]] = [[]] * len(found) if self._drafts is None else self._drafts.t().tolist()
-        return [Result(row[2 : 2 + row[0]], row[1] == 0, drafts) for row, drafts in zip(found, made, strict=True)]
+        return [
+            Result(row[2 : 2 + row[0]], not row[1] & 1, drafts, bool(row[1] & 2))
+            for row, drafts in zip(found, made, strict=True)
+        ]
 
     def seconds(self) -> float | None:
         """Device time of the round, once it was read; None where there is no clock."""

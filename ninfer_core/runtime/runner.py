@@ -372,9 +372,9 @@ class Runner:
                 faults |= self._round(hosted[i : i + most])
         return faults
 
-    def deliver(self, sequence: Running, tokens: list[int], drafted: int) -> int:
+    def deliver(self, sequence: Running, tokens: list[int], drafted: int, accepted: int) -> int:
         """Hand over what the device emitted, and what is certain behind it; how many were kept (`flights.Host`)."""
-        kept = sequence.session.deliver(tokens, None, drafted=drafted)
+        kept = sequence.session.deliver(tokens, None, drafted=drafted, accepted=accepted)
         self._take(sequence, tokens[:kept])
         self._force(sequence)
         return kept

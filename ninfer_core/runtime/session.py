@@ -168,12 +168,18 @@ class Session:
         self._started = time.monotonic()
 
     def deliver(
-        self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None, *, drafted: int | None = None
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None = None,
+        *,
+        drafted: int | None = None,
+        accepted: int | None = None,
     ) -> int:
         """Take a burst of tokens; returns how many were kept. Fewer than given: the rest must be forgotten.
 
         `drafted` is the number of drafts judged in this round (None: not a decode round, e.g. forced tokens);
-        the first `len(ids) - 1` tokens of a round are accepted drafts. Events reach the handle before this returns.
+        the first `accepted` tokens of a round, by default all but the last, are accepted drafts. Events reach the
+        handle before this returns.
         """
         events: list[Event] = []
         kept = self._feed(ids[: self.room], logprobs, events)
@@ -182,7 +188,7 @@ class Session:
         self._first = self._first or now
         self._last = now
         if drafted is not None:
-            self._count_round(drafted, min(len(ids) - 1, kept))
+            self._count_round(drafted, min(len(ids) - 1 if accepted is None else accepted, kept))
         if self.ended:  # from outside, while the device worked
             return kept
         if self._machine.stopped:

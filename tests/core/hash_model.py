@@ -308,7 +308,7 @@ class HashRounds:
     def _known(self, lane, result, order):
         if order.known and len(result.tokens) == len(order.rows):
             lane["drafts"] = [*order.known, *lane["drafts"][len(order.known) :]][: len(lane["drafts"])]
-        return Result(result.tokens, result.finite, list(lane["drafts"]))
+        return Result(result.tokens, result.finite, list(lane["drafts"]), result.cut)
 
     def _accept(self, lane, drafts, drawn, rotten, most):
         accepted = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
@@ -320,7 +320,7 @@ class HashRounds:
         lane["index"] += len(tokens)
         lane["remaining"] = 0 if end is not None or rotten else lane["remaining"] - len(tokens)
         lane["anchor"] = tokens[-1] if tokens else lane["anchor"]
-        return Result(tokens, not rotten)
+        return Result(tokens, not rotten, (), 0 < len(tokens) <= accepted)
 
     def _draft(self, slots, lanes, tables, starts, drawn, hidden, results, drafts):
         pick = [max(len(result.tokens) - 1, 0) for result in results]

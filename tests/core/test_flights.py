@@ -56,6 +56,20 @@ def test_a_stop_token_ends_the_state_where_it_ends_the_answer(drafts):
     assert usage.cached_tokens == len(PROMPT) + at and following == answer([*PROMPT, *made, 5], 20)
 
 
+def test_accepted_drafts_are_counted_as_by_the_host():
+    """Where a stop token comes before the draw of the last round, all its tokens are drafts."""
+    want = answer(PROMPT, 60)
+    counted = []
+    for lanes in (False, True):
+        machine, found = Machine(lanes=lanes, drafts=3), []
+        for token in dict.fromkeys(want[20:50]):
+            _, usage = machine.ask(PROMPT, 60, stop_token_ids=(token,))
+            found.append((usage.completion_tokens, usage.accepted_tokens, usage.accepted_by_position))
+        counted.append(found)
+    assert counted[0] == counted[1]
+    assert len(counted[0]) > 10 and sum(accepted for _, accepted, _ in counted[0]) > 0
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_stop_string_ends_one_round_late_and_leaves_no_wrong_state(drafts):
     want = answer(PROMPT, 90)

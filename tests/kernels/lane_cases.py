@@ -96,15 +96,15 @@ def draw(kind):
 def accept():
     """Four rows a sequence: none, some, all drafts; a stop; a limit; a sick row that counts, one that does not; an end."""
     drafts = [11, 12, 13]
-    cases = [  # remaining, stops, drawn, sick rows, emitted, what is left
-        (50, (), [9, 8, 7, 6], (), [9], 49),
-        (50, (), [11, 12, 7, 6], (), [11, 12, 7], 47),
-        (50, (), [11, 12, 13, 6], (), [11, 12, 13, 6], 46),
-        (50, (12, 77), [11, 12, 13, 6], (), [11, 12], 0),
-        (3, (), [11, 12, 13, 6], (), [11, 12, 13], 0),
-        (50, (), [11, 7, 13, 6], (1,), [11, 7], 0),
-        (50, (), [11, 7, 13, 6], (2, 3), [11, 7], 48),
-        (0, (), [11, 12, 13, 6], (), [], 0),
+    cases = [  # remaining, stops, drawn, sick rows, emitted, what is left, whether they are drafts alone
+        (50, (), [9, 8, 7, 6], (), [9], 49, 0),
+        (50, (7,), [11, 12, 7, 6], (), [11, 12, 7], 0, 0),
+        (50, (), [11, 12, 13, 6], (), [11, 12, 13, 6], 46, 0),
+        (50, (12, 77), [11, 12, 13, 6], (), [11, 12], 0, 1),
+        (3, (), [11, 12, 13, 6], (), [11, 12, 13], 0, 1),
+        (50, (), [11, 7, 13, 6], (1,), [11, 7], 0, 0),
+        (50, (), [11, 7, 13, 6], (2, 3), [11, 7], 48, 0),
+        (0, (), [11, 12, 13, 6], (), [], 0, 0),
     ]
     starts = [Start(5, 100 + i, 2, 7, c[0], LAWS[0], drafts, c[1]) for i, c in enumerate(cases)]
     lanes, _, slots = lanes_of(starts)
@@ -114,10 +114,10 @@ def accept():
     results, follow, last = i32(count, RESULT_WIDTH), i32(4 * count), i32(count)
     chain = i32(MOST_DRAFTS, count)
     lanes_decode.accept(lanes, slots, drawn, bad, results, follow, last, chain)
-    for i, (remaining, _, _, sick, emitted, left) in enumerate(cases):
+    for i, (remaining, _, _, sick, emitted, left, alone) in enumerate(cases):
         row, lane = results[i].tolist(), lanes[i + 1].tolist()
         faulty = any(r < len(emitted) for r in sick)
-        assert row[:2] == [len(emitted), int(faulty)] and row[2 : 2 + row[0]] == emitted, row
+        assert row[:2] == [len(emitted), faulty + 2 * alone] and row[2 : 2 + row[0]] == emitted, row
         assert follow[4 * i : 4 * i + len(emitted)].tolist() == emitted
         assert last[i] == max(len(emitted) - 1, 0)
         assert chain[:, i].tolist() == [100 + i + len(emitted) + k for k in range(MOST_DRAFTS)]
@@ -201,7 +201,7 @@ def accept_by_orders():
     lanes_decode.accept(lanes, slots, sampled, bad, results, follow, last, chain, None, orders)
     for i, count in enumerate(most):
         row, lane = results[i].tolist(), lanes[i + 1].tolist()
-        assert row[:2] == [count, 0] and row[2 : 2 + count] == drawn[:count]
+        assert row[:2] == [count, 2 * (0 < count < 4)] and row[2 : 2 + count] == drawn[:count]
         assert lane[LANE.length] == 100 + count and lane[LANE.commit] == count and lane[LANE.index] == 7 + count
         assert lane[LANE.anchor] == (drawn[count - 1] if count else 5)
         assert lane[LANE.remaining] == (0 if i == 4 else 50 - count)
