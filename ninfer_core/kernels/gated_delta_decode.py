@@ -1,5 +1,7 @@
 """Triton decode mixer of Gated DeltaNet: convolution, gates, deferred commit, recurrence and output norm in one launch.
 
+For windows of several rows; a row alone takes the kernel of `gated_delta_row_decode`, made of the same parts.
+
 The state is `state.DeltaState`. A call first applies the `commit` accepted rows of the window
 before (S <- exp(g) S + k e^T), stores S once, then runs its own rows from registers and leaves k, e, g in the ring:
 one read and one write of S whatever the number of drafts, and no copy when a draft is rejected.
@@ -567,10 +569,10 @@ def gated_delta(
         out.ss, eps,
     )  # fmt: skip
     if rows == 1:
-        from .gated_delta_batch_decode import WARPS, gated_delta_batch_kernel  # it is made of what stands above
+        from .gated_delta_row_decode import WARPS, gated_delta_row_kernel  # it is made of what stands above
 
         options = _tiles.launch(projected, WARPS.value, 128)
-        gated_delta_batch_kernel[grid](*arguments, HK=key_heads, HV=value_heads, RINGS=RING, **options)
+        gated_delta_row_kernel[grid](*arguments, HK=key_heads, HV=value_heads, RINGS=RING, **options)
         return
     gated_delta_kernel[grid](
         *arguments, HK=key_heads, HV=value_heads, R=rows, RINGS=RING, **_tiles.launch(projected, 8)

@@ -19,8 +19,8 @@ from triton.compiler import ASTSource
 from ninfer_core.kernels import (
     attention_decode,
     embedding_decode,
-    gated_delta_batch_decode,
     gated_delta_decode,
+    gated_delta_row_decode,
     head_decode,
     lanes_decode,
     linear_decode,
@@ -115,7 +115,7 @@ ATTENTION = dict.fromkeys(("projected", "q_gain", "k_gain", "codes", "scales"), 
 BF16_PAGES = ATTENTION | {"code_bytes": "*fp32", "scale_halves": "*i32"}
 ASK_EARLY = (
     "gdn in", "gdn in R=1", "gdn out", "gdn out R=1", "down", "down R=1", "head", "dense gate/up", "experts down 5 R=1",
-    "gdn R=2", "gdn batch",
+    "gdn R=2", "gdn row",
 )  # fmt: skip
 """Kernels whose weights or state are asked for before the kernel in front is done."""
 ASKS = {"AHEAD": 256 * 1024, "AFMT": 5, "APART": 128}
@@ -175,7 +175,7 @@ def cases(full: bool = False):
         yield f"gdn R={rows}", gated_delta_decode.gated_delta_kernel, 8, PAIRS, {
             "HK": 16, "HV": 32, "R": rows, "RINGS": 16,
         }  # fmt: skip
-    yield "gdn batch", gated_delta_batch_decode.gated_delta_batch_kernel, 2, PAIRS, {"HK": 16, "HV": 32, "RINGS": 16}
+    yield "gdn row", gated_delta_row_decode.gated_delta_row_kernel, 2, PAIRS, {"HK": 16, "HV": 32, "RINGS": 16}
     heads = {"H": 16, "KH": 2, "MOST": 128}
     for rows, block, int8 in (
         ((1, 1, True), (2, 2, True), (4, 4, True), (4, 1, False)) if full else ((1, 1, True), (1, 1, False))

@@ -76,7 +76,7 @@ def found(tmp_path_factory):
 def test_a_round_is_noted_and_nothing_is_launched(found):
     wanted = {
         "open_kernel", "rope_kernel", "embedding_kernel", "linear_kernel", "gated_delta_kernel", "expert_down_kernel",
-        "gated_delta_batch_kernel",
+        "gated_delta_row_kernel",
         "linear_residual_kernel", "pair_gate_up_kernel", "attention_split_kernel", "attention_combine_kernel",
         "finish_kernel", "head_kernel", "sample_kernel", "accept_kernel", "draft_input_kernel", "greedy_kernel",
         "keep_kernel",

@@ -1,4 +1,4 @@
-"""Triton decode mixer of Gated DeltaNet for one row of each of many sequences; other calls: `gated_delta_decode`.
+"""Triton decode mixer of Gated DeltaNet for one row of each sequence; windows of several rows: `gated_delta_decode`.
 
 The same sums in the same order, so a row's bits do not depend on which kernel mixed it. A program owns the same 32
 value columns with two warps in place of eight: what it does beside the state (addresses, convolutions, gates) is most
@@ -222,7 +222,7 @@ def store_window(conv, ring_k, ring_g, n, v_word, decay, q_word, k_word, k, HK: 
 
 
 @triton.jit
-def gated_delta_batch_kernel(
+def gated_delta_row_kernel(
     projected, ab, taps, a_log, dt_bias, norm, s_ptr, conv_ptr, k_ptr, e_ptr, g_ptr, slots, lengths, commits,
     q_out, s_out, ss_out, eps,
     HK: tl.constexpr, HV: tl.constexpr, RINGS: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
