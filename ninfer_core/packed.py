@@ -447,8 +447,8 @@ def random_packed(
 
     def fill(jobs: list[Job]) -> None:
         for job in jobs:
-            part = "" if isinstance(job, TensorJob) else f" {job.row}"
-            generator.manual_seed((seed << 32) + crc32((job.name + part).encode()))
+            row = 0 if isinstance(job, TensorJob) else job.row
+            generator.manual_seed(crc32(f"{seed} {job.name} {row}".encode()))
             if isinstance(job, TensorJob):
                 _random_tensor(job.name, job.target, generator, limit)
             else:

@@ -150,7 +150,8 @@ def test_random_weights_keep_activations_of_order_one():
         limits = {"Q4": (-8, 7), "Q5": (-16, 15), "Q6": (-32, 31), "W8": (-127, 127)}[matrix.format]
         assert (int(codes.min()), int(codes.max())) == limits, name
         assert abs(float(codes.float().mean())) < 0.02 * limits[1], name
-        assert abs(w.sum(1).mean()) < 0.3 * wanted * matrix.columns**0.5, name
+        # The one code a row of the longer side makes 0.16 of it, chance over 192 rows at most four times 0.07.
+        assert abs(w.sum(1).mean()) < 0.45 * wanted * matrix.columns**0.5, name
         assert bool((scales > 0).all()) and bool(scales.isfinite().all())
     ids = weights.draft_head.ids
     assert ids.dtype == torch.int32 and bool((ids[1:] > ids[:-1]).all()) and int(ids[-1]) < config.vocab_size
