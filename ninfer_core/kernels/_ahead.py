@@ -15,7 +15,7 @@ from ._order import KernelMatrix
 
 
 @triton.jit
-def ask_words(p, place, THREADS: tl.constexpr, WORDS: tl.constexpr, APART: tl.constexpr, PTX: tl.constexpr):
+def ask_plane(p, place, THREADS: tl.constexpr, WORDS: tl.constexpr, APART: tl.constexpr, PTX: tl.constexpr):
     """Ask for `WORDS` 4-byte words from `p` on, one ask for each `APART` bytes, evenly by `THREADS` lanes.
 
     `place` [X, 32] is a lane's number among them, `p` a pointer or pointers [X, 32]. Nothing in the interpreter.
@@ -45,13 +45,13 @@ def ask_matrix(
     w, wh, ws, place, THREADS: tl.constexpr, UNITS: tl.constexpr, FMT: tl.constexpr, APART: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """`ask_words` of all planes of `UNITS` units (16 rows by a scale group) of a matrix in kernel order."""
-    ask_words(w, place, THREADS, UNITS * 128, APART, PTX)
+    """`ask_plane` of all planes of `UNITS` units (16 rows by a scale group) of a matrix in kernel order."""
+    ask_plane(w, place, THREADS, UNITS * 128, APART, PTX)
     if FMT == 5:
-        ask_words(wh, place, THREADS, UNITS * 32, APART, PTX)
+        ask_plane(wh, place, THREADS, UNITS * 32, APART, PTX)
     if FMT == 6:
-        ask_words(wh, place, THREADS, UNITS * 64, APART, PTX)
-    ask_words(ws, place, THREADS, UNITS * 8, APART, PTX)
+        ask_plane(wh, place, THREADS, UNITS * 64, APART, PTX)
+    ask_plane(ws, place, THREADS, UNITS * 8, APART, PTX)
 
 
 def asks(matrix: KernelMatrix | None, none: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:

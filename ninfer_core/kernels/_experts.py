@@ -151,12 +151,19 @@ def of_slot(values, slot, TOPK: tl.constexpr):
 
 
 @triton.jit
+def expert_of_slot(found, slot, TOPK: tl.constexpr):
+    """found[slot] of a tuple of ids [L], elementwise by `slot` [L, 32]."""
+    own = found[0][:, None] + slot * 0
+    for s in tl.static_range(1, TOPK):
+        own = tl.where(slot == s, found[s][:, None], own)
+    return own
+
+
+@triton.jit
 def store_choice(ids, weights, found, shares, t, live, TOPK: tl.constexpr, PTX: tl.constexpr):
     """Ids and weights of rows `t` [L] where `live`: lane s stores those of slot s."""
     lane = tl.arange(0, 32)[None, :]
-    names = found[0][:, None] + lane * 0
-    for s in tl.static_range(1, TOPK):
-        names = tl.where(lane == s, found[s][:, None], names)
+    names = expert_of_slot(found, lane + t[:, None] * 0, TOPK)
     inside = live[:, None] & (lane < TOPK)
     at = t[:, None] * TOPK + tl.minimum(lane, TOPK - 1)
     numbers = ids.to(tl.pointer_type(tl.float32), bitcast=True)
@@ -383,7 +390,7 @@ def item_tile(
         xq, xs, tl.arange(0, X)[:, None], lane[None, :], (own // TOPK)[None, :], row[None, :], K // 32, FMT
     )  # fmt: skip
     squares = row_squares(ss, row, PARTS, FRESH1, PTX)
-    y = sum_warps(item_sums(w, wh, ws, expert, tile, q, s, INTER, U, FMT, S, X, PTX), 1)
+    y = sum_warps(tile_sums(w, wh, ws, expert, tile, (), q, s, INTER, U, FMT, S, X, PTX), 1)
     factor = tl.rsqrt(rows_sum(squares) / K + eps)
     h = ()
     for i in tl.static_range(4):
@@ -395,10 +402,13 @@ def item_tile(
 
 @triton.jit
 def tile_sums(
-    w, wh, ws, expert, tile, loaded, INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
+    w, wh, ws, expert, tile, loaded, q, s, INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
     X: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Each warp's sums of two row tiles of gate and two of up, times the columns `loaded` of all its units."""
+    """Each warp's sums of two row tiles of gate and two of up, times the columns `loaded` of all its units.
+
+    Without these columns come from the pointers `q`, `s`, asked for behind the weights they meet.
+    """
     HIGH: tl.constexpr = 64 if FMT == 6 else 32
     lane = tl.arange(0, 32)[None, :]
     gate_at = (expert * (INTER // 8) + tile * 2) * U + tl.arange(0, X)[:, None]
@@ -409,7 +419,10 @@ def tile_sums(
         n = c * S * X
         gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1, PTX)
         ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1, PTX)
-        acc = gate_up_sums(acc, gates, ups, loaded, c * S, S, X, FMT, PTX)
+        if len(loaded) > 0:
+            acc = gate_up_sums(acc, gates, ups, loaded, c * S, S, X, FMT, PTX)
+        else:
+            acc = gate_up_sums(acc, gates, ups, row_columns(q, s, n, S, FMT, X, FRESH1, PTX), 0, S, X, FMT, PTX)
     return acc
 
 
@@ -428,27 +441,6 @@ def gate_up_sums(
             low, top = unpack_scales(pair, 8)
             grown = grown + (add_unit(acc[r], words, high, low, top, b, scales, X, FMT, PTX, 1, start),)  # noqa: RUF005
         acc = grown
-    return acc
-
-
-@triton.jit
-def item_sums(
-    w, wh, ws, expert, tile, q, s, INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """`tile_sums` with columns from the pointers `q`, `s`, asked for behind the weights they meet."""
-    HIGH: tl.constexpr = 64 if FMT == 6 else 32
-    lane = tl.arange(0, 32)[None, :]
-    gate_at = (expert * (INTER // 8) + tile * 2) * U + tl.arange(0, X)[:, None]
-    gate_w, gate_h, gate_s = unit_pointers(w, wh, ws, gate_at, lane, FMT)
-    up_w, up_h, up_s = unit_pointers(w, wh, ws, gate_at + (INTER // 16) * U, lane, FMT)
-    acc = fresh(4, X)
-    for c in tl.static_range(U // (X * S)):
-        n = c * S * X
-        gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1, PTX)
-        ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1, PTX)
-        loaded = row_columns(q, s, n, S, FMT, X, FRESH1, PTX)
-        acc = gate_up_sums(acc, gates, ups, loaded, 0, S, X, FMT, PTX)
     return acc
 
 

@@ -312,6 +312,36 @@ def take_sums(at, items, row, PTX: tl.constexpr):
 
 
 @triton.jit
+def log_decay(rate, x, PTX: tl.constexpr):
+    """The logarithm of a row's decay: minus e to the power of `rate` times softplus of `x`."""
+    return -exponential(rate, PTX) * (tl.maximum(x, 0.0) + tl.log(1.0 + exponential(-tl.abs(x), PTX)))
+
+
+@triton.jit
+def over_quads(o, y, PTX: tl.constexpr):
+    """Largest magnitude of `y` and sum of the squares of `o` over every four lanes, in all of them."""
+    square = o * o
+    square += from_partner(square, 1, PTX)
+    square += from_partner(square, 2, PTX)
+    top = tl.abs(y)
+    top = tl.maximum(top, from_partner(top, 1, PTX))
+    return tl.maximum(top, from_partner(top, 2, PTX)), square
+
+
+@triton.jit
+def take_eight(near):
+    """Maximum of the first and sum of the second of eight pairs of fp32 in the room. On a GPU only."""
+    two = take_floats(near)
+    most = tl.maximum(two[0], two[2])
+    total = two[1] + two[3]
+    for i in tl.static_range(1, 4):
+        two = take_floats(near + 16 * i)
+        most = tl.maximum(most, tl.maximum(two[0], two[2]))
+        total += two[1] + two[3]
+    return most, total
+
+
+@triton.jit
 def over_warps(at, top, square, PTX: tl.constexpr):
     """Maximum and sum over warps of what lanes 4 r .. 4 r + 3 hold for row r: through the room, behind a barrier."""
     lane = tl.broadcast_to(tl.arange(0, 32)[None, :], [8, 32])
@@ -320,14 +350,7 @@ def over_warps(at, top, square, PTX: tl.constexpr):
     put_two(near + warp * 8, top, square, lane % 4 == 0, PTX)
     tl.debug_barrier()
     if PTX:
-        two = take_floats(near)
-        most = tl.maximum(two[0], two[2])
-        total = two[1] + two[3]
-        for i in tl.static_range(1, 4):
-            two = take_floats(near + 16 * i)
-            most = tl.maximum(most, tl.maximum(two[0], two[2]))
-            total += two[1] + two[3]
-        return most, total
+        return take_eight(near)
     else:
         return tl.max(top, 0)[None, :] + top * 0.0, tl.sum(square, 0)[None, :] + top * 0.0
 
@@ -400,12 +423,7 @@ def store_rows(at, o, y, q_out, s_out, ss_out, HV: tl.constexpr, R: tl.constexpr
     """The group of 32 of all rows, in lanes 4 r + c: bytes and scale of `y`, the sum of squares of `o`."""
     lane = tl.broadcast_to(tl.arange(0, 32)[None, :], [8, 32])
     warp = tl.broadcast_to(tl.arange(0, 8)[:, None], [8, 32])
-    square = o * o
-    square += from_partner(square, 1, PTX)
-    square += from_partner(square, 2, PTX)
-    top = tl.abs(y)
-    top = tl.maximum(top, from_partner(top, 1, PTX))
-    top = tl.maximum(top, from_partner(top, 2, PTX))
+    top, square = over_quads(o, y, PTX)
     top, square = over_warps(at, top, square, PTX)
     inside = lane < 4 * R
     t = tl.program_id(1) * R + tl.minimum(lane // 4, R - 1)
@@ -482,7 +500,7 @@ def mix_rows(
         k = convolve_pair(windows[i][1], k_taps, PTX)
         items = items + (put_item(at, warp + 8 * i, q, k, PTX),)  # noqa: RUF005
     v = convolve(own_halves(v_words, own), own_halves(v_taps, own), PTX)
-    decay = -exponential(rate, PTX) * (tl.maximum(x, 0.0) + tl.log(1.0 + exponential(-tl.abs(x), PTX)))
+    decay = log_decay(rate, x, PTX)
     weight = own_half(gain, own) * (z * sigmoid(z, PTX))
     store_window(conv, ring_k, ring_g, n, v_words[3], decay, windows, items, HK, HV, R, RINGS, PTX)
     tl.debug_barrier()

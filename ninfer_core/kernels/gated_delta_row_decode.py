@@ -31,11 +31,14 @@ from .gated_delta_decode import (
     from_quad,
     grow,
     load_quarters,
+    log_decay,
+    over_quads,
     own_half,
     own_halves,
     ring_words,
     sigmoid,
     sum_three,
+    take_eight,
     tap_words,
     window_words,
 )
@@ -162,14 +165,7 @@ def over_sets(at, top, square, PTX: tl.constexpr):
     put_two(near + warp * 32 + lane // 4 * 8, top, square, (lane % 4 == 0) & (lane < 16), PTX)
     tl.debug_barrier()
     if PTX:
-        two = take_floats(near)
-        most = tl.maximum(two[0], two[2])
-        total = two[1] + two[3]
-        for i in tl.static_range(1, 4):
-            two = take_floats(near + 16 * i)
-            most = tl.maximum(most, tl.maximum(two[0], two[2]))
-            total += two[1] + two[3]
-        return most, total
+        return take_eight(near)
     else:
         index = tl.arange(0, 256) // 32  # a row of eight for every set, as the other kernel adds up its warps
         sets = tl.reshape(tl.gather(tl.reshape(square, [64]), index // 4 * 32 + index % 4 * 4, 0), [8, 32])
@@ -180,12 +176,7 @@ def over_sets(at, top, square, PTX: tl.constexpr):
 def store_row(at, o, y, q_out, s_out, ss_out, HV: tl.constexpr, PTX: tl.constexpr):
     """The group of 32 of the row: bytes and scale of `y`, the sum of squares of `o`."""
     warp, lane = lanes()
-    square = o * o
-    square += from_partner(square, 1, PTX)
-    square += from_partner(square, 2, PTX)
-    top = tl.abs(y)
-    top = tl.maximum(top, from_partner(top, 1, PTX))
-    top = tl.maximum(top, from_partner(top, 2, PTX))
+    top, square = over_quads(o, y, PTX)
     top, square = over_sets(at, top, square, PTX)
     t = tl.program_id(1)
     unit = (t // 8) * (HV * 4) + tl.program_id(0)
@@ -280,7 +271,7 @@ def gated_delta_row_kernel(
     state = commit_rows(
         state, s_at, ring_k + lane // 4 * 4, ring_e, ring_g + lane * 0, n, commit, (key, e, decay), HK, HV, RINGS, PTX
     )
-    decay = -exponential(rate, PTX) * (tl.maximum(x, 0.0) + tl.log(1.0 + exponential(-tl.abs(x), PTX)))
+    decay = log_decay(rate, x, PTX)
     weight = own_half(gain, own) * (z * sigmoid(z, PTX))
     store_window(conv, ring_k, ring_g, n, v_words[3], decay, q_words[3], k_words[3], k, HK, HV, RINGS, PTX)
     beta, fade = sigmoid(rise, PTX), exponential(decay, PTX)

@@ -133,8 +133,7 @@ def tile_products(
 
     `R`: live rows of a single block, rounded up to 1, 4 or 8; 8 with several. `SHARE`: units of K from where the
     pointers stand, not all `U`; a warp's share need not divide into stages. `ROLLING`: of up to two stages, a step is
-    asked for as soon as one is done. Also a tuple of `lane_squares` per block,
-    where `PARTS` is not 0.
+    asked for as soon as one is done. Also a tuple of `lane_squares` per block, where `PARTS` is not 0.
     """
     # With a factor per head a warp takes whole heads: 128 of K are four units of 32 or two of 64.
     RUN: tl.constexpr = (4 if FMT == 8 else 2) if HEADS else 1

@@ -36,11 +36,11 @@ from ._experts import (
     PAIRS,
     ask_inner_units,
     expert_of,
+    expert_of_slot,
     gathered_pointers,
     inner_columns,
     inner_sums,
     inner_units,
-    item_sums,
     item_tile,
     of_slot,
     outer_sums,
@@ -143,10 +143,7 @@ def pair_gate_up_kernel(
             wait_for_inputs(PDL)
             squares = row_squares(ss, t + lane * 0, PARTS, FRESH1, PTX)
         expert = expert_of(logits, tl.arange(0, X) * 0 + t, rows, index % TOPK, FRESH1, E, PTX)[:, None]
-        if LOADED:
-            acc = tile_sums(w, wh, ws, expert, tile, loaded, INTER, U, FMT, S, X, PTX)
-        else:
-            acc = item_sums(w, wh, ws, expert, tile, q, s, INTER, U, FMT, S, X, PTX)
+        acc = tile_sums(w, wh, ws, expert, tile, loaded, q, s, INTER, U, FMT, S, X, PTX)
         if AHEAD:  # this program's share of what `expert_down_kernel` reads of the expert
             SHARE: tl.constexpr = AHEAD // E // (INTER // 32)
             first = expert * (AHEAD // E) + tile * SHARE
@@ -271,9 +268,7 @@ def expert_down_kernel(
         shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
         if CHOOSES:
             found, chosen = top_experts(logits, tl.arange(0, X) * 0 + t, rows, EARLY1, E, TOPK, PTX)
-            own_expert = found[0][:, None] + lane * 0
-            for s in tl.static_range(1, TOPK):
-                own_expert = tl.where(warp == s, found[s][:, None], own_expert)
+            own_expert = expert_of_slot(found, warp + lane * 0, TOPK)
         else:
             wait_for_inputs(PDL)
             own_expert = load_one(ids + pair, FRESH1, PTX)

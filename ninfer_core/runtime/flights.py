@@ -369,7 +369,7 @@ class Flights:
             tokens = [*tokens[:owed], *sequence.sampler.stand(tokens[owed:], ordered.rows[owed:])]
             seated.drafts, seated.replaced = result.drafts, tokens[-1] != result.tokens[-1]
         if owed < len(tokens):
-            accepted = len(tokens) - owed - (not result.cut or seated.replaced or len(tokens) < len(result.tokens))
+            accepted = len(tokens) - owed - (not result.cut or tokens != result.tokens)
             kept += self._host.deliver(sequence, tokens[owed:], flight.rows - 1 - owed, accepted)
         sequence.length += kept
         # A round that is under way has applied the rows of this one, those that the host cut included.

@@ -12,7 +12,6 @@ import argparse
 import concurrent.futures as futures
 import json
 import multiprocessing
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ninfer_core.kernels import _dequant, _tiles
+from ninfer_core.kernels import _tiles
 from ninfer_core.kernels._tiles import ExpertRegisters, Tile
 from tests.bench.chain import PARTS, Chain, context_times, routing_cost, run_chain
 from tests.bench.common import Record
@@ -32,7 +31,6 @@ BOUNDS = ExpertRegisters()
 FAMILY = {
     "default": {},
     "no ahead": {"ahead": 0},
-    "in stages": {"rolling": False},
     "down 168": {"expert_registers": BOUNDS._replace(down_row=168)},
     "up free": {"expert_registers": BOUNDS._replace(up_row=None)},
     "late": {"early": False},
@@ -44,13 +42,7 @@ FAMILY = {
     "router 2 8 4": {"router": Tile(2, 8, 4)},
 }
 """Fields of `_tiles.Family`."""
-LOADS = {
-    "loads through .nc": ".nc.L1::no_allocate.L2::256B",
-    "loads without sectors": ".L1::no_allocate",
-    "plain loads": "",
-}
-"""Qualifiers of weight loads; a process of its own each, as kernels keep the first they saw."""
-FIRST = ("default", "no ahead", "in stages", "down 168", "late")
+FIRST = ("default", "no ahead", "down 168", "late")
 """What answers the open questions; everything else comes behind the contexts and routings."""
 CONTEXTS = (7_680, 130_048, 260_096)
 ATTENTION = {"default": 1.0, "fewer": 3 / 4, "half": 1 / 2}
@@ -68,21 +60,6 @@ def applied(name: str) -> Iterator[None]:
         _tiles.FAMILIES.update(families)
 
 
-def load_by(qualifiers: str) -> None:
-    """Weight loads with these qualifiers, in this process, before its first kernel."""
-    for name, vector, form in (
-        ("WEIGHT1", "", "$0, [$1]"),
-        ("WEIGHT2", ".v2", "{$0, $1}, [$2]"),
-        ("WEIGHT4", ".v4", "{$0, $1, $2, $3}, [$4]"),
-    ):
-        # The sectors' hint exists for wide loads only.
-        own = qualifiers.replace(".L2::256B", "") if name == "WEIGHT1" else qualifiers
-        value = type(_dequant.WEIGHT1)(f"ld.global{own}{vector}.b32 {form};")
-        for module in list(sys.modules.values()):
-            if module.__name__.startswith("ninfer_core.kernels") and hasattr(module, name):
-                setattr(module, name, value)
-
-
 def prepare(job: tuple[str, int]) -> object:
     """In a worker: compile what a variant launches; or run a check, for its faults."""
     name, rows = job
@@ -91,8 +68,6 @@ def prepare(job: tuple[str, int]) -> object:
         torch.manual_seed(0)
         if not rows:
             return faults(CHECKS[name]())
-        if name in LOADS:
-            load_by(LOADS[name])
         with applied(name):
             Chain(rows, (34, 35)).step()
         torch.cuda.synchronize()
@@ -130,19 +105,10 @@ class Sweep:
         """A step under one variant."""
 
         def run() -> object:
-            if name in LOADS:
-                command = [sys.executable, "-m", "tests.bench.variants", "--only", name, "--rows", str(rows)]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-                return (
-                    json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {"failed": done.stderr[-300:]}
-                )
             with applied(name):
                 return run_chain(bandwidth, rows, self.chain(rows))
 
-        if name in LOADS:
-            self.chains.clear()  # the process needs the memory
-            torch.cuda.empty_cache()
-        self.add(f"{rows} rows, {name}", run, 25.0 if name in LOADS else 4.0)
+        self.add(f"{rows} rows, {name}", run, 4.0)
 
 
 def table(values: dict, rows: int) -> str:
@@ -208,7 +174,7 @@ def sweep(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Sweep, or one variant of `LOADS` in this process."""
+    """Sweep, or name the variants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--minutes", type=float, default=8.0)
@@ -217,13 +183,9 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="check and compile only")
     parser.add_argument("--first", action="store_true", help="only what answers the open questions")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--only", choices=LOADS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.list:
         print("\n".join([*FIRST, *(n for n in FAMILY if n not in FIRST)]))
-    elif options.only:
-        load_by(LOADS[options.only])
-        print(json.dumps(run_chain(read_bandwidth(), int(options.rows))))
     else:
         sweep(options)
     return 0
