@@ -93,3 +93,10 @@ def flash_tile_of(card: int) -> tuple[int, int, int, int]:
     if card in (90, 100):
         return 128, 64, 8, 2
     return (128, 32, 8, 2) if card == 80 else (64, 32, 4, 1)
+
+
+def segment_tile_of(card: int) -> tuple[int, int, int, int]:
+    """Query rows and keys of a block of the vision tower's attention, warps, stages."""
+    if card in (90, 100):
+        return 128, 64, 8, 3
+    return (128, 64, 8, 2) if card == 80 else (64, 64, 4, 2)

@@ -1,4 +1,4 @@
-"""Operations of the vision tower: patches, layer norm, product with bias, segment attention, positions, angles."""
+"""Operations of the vision tower: patches, residual sum and layer norm, products, segment attention, positions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ import torch
 from torch import Tensor
 
 ROWS = 8192
-"""Patch rows that are turned at a time."""
+"""Patch rows that the torch path turns at a time."""
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
-    """Layer norm over the last axis.
+def sum_norm(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, u: Tensor, eps: float = 1e-6) -> None:
+    """Residual sum and the layer norm of what it comes to.
 
-    Math: `y = (x - mean) / sqrt(var + eps) * weight + bias`, the variance without Bessel's correction.
-    Shapes: `x [P, M]`, `weight`, `bias` `[M]`, result like `x`.
-    Domain: finite fp32.
-    Numeric: fp32.
-    Effects: none.
+    Math: `x += y`; `u = (x - mean) / sqrt(var + eps) * weight + bias`, the variance without Bessel's correction.
+    Shapes: `x`, `u`, `y` (None: nothing is added) `[P, M]`, `weight`, `bias` `[M]`.
+    Domain: `x`, `weight`, `bias` finite fp32; `y` and `u` of one type, on a GPU bf16.
+    Numeric: fp32, `u` rounded once.
+    Effects: `x` and `u` are written.
     """
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if x.is_cuda:
+        from . import vision_prefill
+
+        return vision_prefill.sum_norm(x, y, weight, bias, u, eps)
+    if y is not None:
+        x += y
+    u.copy_(torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps))
+    return None
 
 
 def biased_linear(x: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
@@ -28,36 +35,64 @@ def biased_linear(x: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
 
     Math: `y = x dense + bias`, `dense` being the transposed weight.
     Shapes: `x [P, K]`, `dense [K, N]`, `bias [N]`, result `[P, N]`.
-    Domain: any P >= 1.
+    Domain: any P >= 1; all of one type.
     Numeric: fp32 accumulation; the result has the type of the weight.
     Effects: none.
     """
-    return torch.addmm(bias, x.to(dense.dtype), dense)
+    return torch.addmm(bias, x, dense)
 
 
-def segment_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tuple[int, int]], heads: int) -> Tensor:
+def gelu_tangent(x: Tensor) -> Tensor:
+    """Gaussian error unit in the tangent's form.
+
+    Math: `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`.
+    Shapes: any.
+    Domain: contiguous; on a GPU bf16.
+    Numeric: fp32, rounded once.
+    Effects: in place.
+    """
+    if x.is_cuda:
+        from . import vision_prefill
+
+        return vision_prefill.gelu(x)
+    return x.copy_(torch.nn.functional.gelu(x, approximate="tanh"))
+
+
+def segment_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tuple[int, int]], heads: int, out: Tensor
+) -> None:
     """Rotary attention without a mask inside runs of equal segments.
 
     Math: pair `(i, i + D / 2)` of queries and keys turns by its angle; `softmax(q k / sqrt(D)) v` inside a segment.
     Shapes: `qkv [P, 3 heads D]` (query, key, value, each head-major), `cos`, `sin` `[P, D]` with the sine of the
-    first half negated, `segments`: (number, length) of consecutive segments, their products add up to P; result `[P,
+    first half negated, `segments`: (number, length) of consecutive segments, their products add up to P; `out [P,
     heads D]`.
-    Domain: every length >= 1; fp32 or bf16.
-    Numeric: angles applied in fp32, scores and sums in fp32; the result has the type of `qkv`.
-    Effects: none.
+    Domain: every length >= 1; fp32 or bf16, on a GPU bf16.
+    Numeric: angles applied in fp32, scores and sums in fp32; `out` has the type of `qkv`.
+    Effects: `out` is written.
     """
+    if qkv.is_cuda:
+        from . import vision_prefill
+
+        return vision_prefill.segment_attention(qkv, cos, sin, segments, heads, out)
+    return segment_attention_ref(qkv, cos, sin, segments, heads, out)
+
+
+def segment_attention_ref(
+    qkv: Tensor, cos: Tensor, sin: Tensor, segments: list[tuple[int, int]], heads: int, out: Tensor
+) -> None:
+    """`segment_attention` in torch."""
     rows = qkv.shape[0]
     q, k, v = qkv.view(rows, 3, heads, -1).unbind(1)
     q, k = _turn(q, cos, sin), _turn(k, cos, sin)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    into = out.view(rows, heads, -1)
     first = 0
     for count, length in segments:
         own = slice(first, first + count * length)
         parts = (t[own].unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v))
         mixed = torch.nn.functional.scaled_dot_product_attention(*parts)
-        out[own] = mixed.transpose(1, 2).flatten(0, 1)
+        into[own] = mixed.transpose(1, 2).flatten(0, 1)
         first = own.stop
-    return out.flatten(1)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -67,6 +102,12 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         swapped = torch.cat(part.chunk(2, -1)[::-1], -1)
         made.copy_(part * c.unsqueeze(1) + swapped * s.unsqueeze(1))
     return out
+
+
+def split_of(dim: int) -> tuple[int, int]:
+    """Columns of the two blocks a head is kept in by the kernels: powers of two from 16, together more than `dim`."""
+    main = max(16, 1 << (dim.bit_length() - 1))
+    return main, max(16, 1 << max(0, dim - main).bit_length())
 
 
 def patch_rows(

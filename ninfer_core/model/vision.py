@@ -10,7 +10,16 @@ from torch.nn.functional import gelu
 
 from ..config import VisionConfig
 from ..errors import InvalidRequestError
-from ..kernels.vision import biased_linear, layer_norm, patch_angles, patch_rows, position_rows, segment_attention
+from ..kernels.vision import (
+    biased_linear,
+    gelu_tangent,
+    patch_angles,
+    patch_rows,
+    position_rows,
+    segment_attention,
+    split_of,
+    sum_norm,
+)
 from ..types import Pixels
 from ..weights import VisionBlock, VisionLinear, VisionNorm, VisionWeights
 
@@ -68,8 +77,10 @@ def tower_workspace(c: VisionConfig, size: int, patches: int) -> int:
     `size`: bytes of the compute type.
     """
     inner = max(c.intermediate_size, c.hidden_size * c.spatial_merge_size**2)
-    # the residual; query, key and value, two of them turned, and the attention's result twice; cosines and sines
-    row = c.hidden_size * (4 + 7 * size) + c.head_dim * 8 + c.out_hidden_size * size // c.spatial_merge_size**2
+    # the residual; its norm, query, key and value, and what attention makes of them; cosines and sines; the features
+    mixed = max(4 * c.hidden_size, 3 * c.num_heads * sum(split_of(c.head_dim)))
+    row = c.hidden_size * (4 + 4 * size) + mixed * size + c.head_dim * 8
+    row += c.out_hidden_size * size // c.spatial_merge_size**2
     # the frames, normalised and in patch order, are gone before the blocks begin
     row = max(row, c.patch_dim * (8 + 3 * size), c.patch_dim * size + c.hidden_size * 12)
     return patches * row + min(patches, TILE) * (2 * inner * size + 8 * c.hidden_size)
@@ -95,12 +106,13 @@ class Encoding:
             torch.cat([pair[i].repeat(t, 1) for pair, (t, _, _) in zip(angles, grids, strict=True)]) for i in (0, 1)
         )
         weights = tower.weights
-        x = _tiled(lambda rows: _linear(rows, weights.patch).float(), patches.to(device))
+        x = _tiled(lambda rows: _linear(rows, weights.patch).float(), patches.to(device, tower.dtype))
         self._x: Tensor | None = x
         first = 0
         for slices, height, width in grids:
             own = x[first : (first := first + slices * height * width)]
             own.view(slices, height * width, -1).add_(position_rows(weights.position, height, width, merge))
+        self._normed: Tensor | None = None
         self._features: Tensor | None = None
 
     @property
@@ -115,33 +127,34 @@ class Encoding:
         x, weights, config = self._x, self._tower.weights, self._tower.config
         if x is None:
             return True
+        norms = [block.norm1 for block in weights.blocks] + [weights.merger_norm]
+        u = self._normed
+        if u is None:
+            u = self._normed = torch.empty_like(x, dtype=self._tower.dtype)
+            sum_norm(x, None, norms[0].weight, norms[0].bias, u)
         first, self._next = self._next, min(len(weights.blocks), self._next + max(1, budget // x.shape[0]))
-        for block in weights.blocks[first : self._next]:
-            self._block(x, block)
+        for number in range(first, self._next):
+            self._block(x, u, weights.blocks[number], norms[number + 1])
         if self._next < len(weights.blocks):
             return False
         group = config.spatial_merge_size**2
 
         def merged(rows: Tensor) -> Tensor:
-            y = _norm(rows, weights.merger_norm).view(rows.shape[0] // group, -1)
+            y = rows.view(rows.shape[0] // group, -1)
             return _linear(gelu(_linear(y, weights.merger_fc1)), weights.merger_fc2)
 
-        self._features, self._x = _tiled(merged, x), None
+        self._features, self._x, self._normed = _tiled(merged, u), None, None
         return True
 
-    def _block(self, x: Tensor, block: VisionBlock) -> None:
-        """One block, in place on the residual `x [P, width]` fp32."""
-        qkv = _tiled(lambda rows: _linear(_norm(rows, block.norm1), block.qkv), x)
-        mixed = segment_attention(qkv, self._cos, self._sin, self._segments, self._tower.config.num_heads)
+    def _block(self, x: Tensor, u: Tensor, block: VisionBlock, following: VisionNorm) -> None:
+        """One block, in place: on the residual `x [P, width]` fp32 and its norm `u`, then the norm that follows."""
+        qkv = _tiled(lambda rows: _linear(rows, block.qkv), u)
+        segment_attention(qkv, self._cos, self._sin, self._segments, self._tower.config.num_heads, u)
         del qkv
-        for rows, part in zip(x.split(TILE), mixed.split(TILE), strict=True):
-            rows += _linear(part, block.output)
-            hidden = _linear(_norm(rows, block.norm2), block.fc1)
-            rows += _linear(gelu(hidden, approximate="tanh"), block.fc2)
-
-
-def _norm(x: Tensor, norm: VisionNorm) -> Tensor:
-    return layer_norm(x, norm.weight, norm.bias)
+        for rows, part in zip(x.split(TILE), u.split(TILE), strict=True):
+            sum_norm(rows, _linear(part, block.output), block.norm2.weight, block.norm2.bias, part)
+            hidden = gelu_tangent(_linear(part, block.fc1))
+            sum_norm(rows, _linear(hidden, block.fc2), following.weight, following.bias, part)
 
 
 def _linear(x: Tensor, weight: VisionLinear) -> Tensor:

@@ -8,11 +8,12 @@ import torch
 
 from ninfer_core.kernels.vision import (
     biased_linear,
-    layer_norm,
+    gelu_tangent,
     merge_order,
     patch_angles,
     position_rows,
     segment_attention,
+    sum_norm,
 )
 from tests.support import ONE_OP, error
 
@@ -66,7 +67,8 @@ def test_segment_attention():
     qkv = rand(14, 3 * heads * dim)
     angle = rand(14, dim // 2).double()
     cos, sin = torch.cos(angle).repeat(1, 2), torch.cat((-torch.sin(angle), torch.sin(angle)), -1)
-    got = segment_attention(qkv, cos.float(), sin.float(), segments, heads)
+    got = torch.full((14, heads * dim), float("nan"))
+    segment_attention(qkv, cos.float(), sin.float(), segments, heads, got)
     q, k, v = qkv.double().view(14, 3, heads, dim).unbind(1)
     want = torch.zeros(14, heads, dim, dtype=torch.float64)
 
@@ -86,11 +88,20 @@ def test_segment_attention():
     assert error(got, want.flatten(1)) < ONE_OP
 
 
-def test_layer_norm_and_linear():
-    x, weight, bias = rand(5, 24) * 3 + 1, rand(24), rand(24)
+def test_sum_norm():
+    x, y, weight, bias = rand(5, 24) * 3 + 1, rand(5, 24), rand(24), rand(24)
+    for added in (None, y):
+        total, u = x.clone(), torch.full_like(x, float("nan"))
+        sum_norm(total, added, weight, bias, u)
+        wide = x.double() + (0 if added is None else added.double())
+        spread = wide - wide.mean(-1, keepdim=True)
+        want = spread / (spread.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight + bias
+        assert error(total, wide) < ONE_OP and error(u, want) < ONE_OP
+
+
+def test_linear_and_gelu():
+    x, dense, shift = rand(5, 24), rand(24, 40), rand(40)
+    assert error(biased_linear(x, dense, shift), x.double() @ dense.double() + shift) < ONE_OP
     wide = x.double()
-    spread = wide - wide.mean(-1, keepdim=True)
-    want = spread / (spread.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight + bias
-    assert error(layer_norm(x, weight, bias), want) < ONE_OP
-    dense, shift = rand(24, 40), rand(40)
-    assert error(biased_linear(x, dense, shift), wide @ dense.double() + shift) < ONE_OP
+    want = wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))) / 2
+    assert error(gelu_tangent(x), want) < ONE_OP

@@ -24,6 +24,7 @@ from ninfer_core.kernels import (
     linear_prefill,
     moe_prefill,
     norm_prefill,
+    vision_prefill,
 )
 
 TYPES = {
@@ -97,7 +98,20 @@ def cases(capability: int) -> Iterator[Case]:
     wide = {"E": 5120, "BE": 8192}
     yield "norm", norm_prefill.add_norm_kernel, 4, 3, wide | {"ADD": True, "SLOTS": True}, {}
     yield "embed", norm_prefill.embed_kernel, 4, 3, {"U": 32, "K": 2048, "BLOCK": 1024, "FMT": 6}, {}
+    yield from vision_cases(capability)
     yield "combine", moe_prefill.combine_kernel, 4, 3, {"E": 2048, "BE": 2048, "A": 8, "X": 256}, {}
+
+
+def vision_cases(capability: int) -> Iterator[Case]:
+    """The vision tower, whose heads have 72 columns."""
+    heads, x = {"H": 16, "D": 72}, {"x": "*fp32", "y": "*bf16", "weight": "*fp32", "bias": "*fp32"}
+    yield "tower norm", vision_prefill.sum_norm_kernel, 4, 3, {"M": 1152, "BM": 2048, "ADD": True}, x | {"u": "*bf16"}
+    yield "tower gelu", vision_prefill.gelu_kernel, 8, 3, {"BLOCK": 4096}, {"x": "*bf16", "count": "i32"}
+    planes = {"qkv": "*bf16", "scale": "fp32", "first": "i32", "length": "i32"}
+    yield "tower turn", vision_prefill.turn_kernel, 4, 3, heads | {"DP": 80, "BD": 128, "R": 8}, planes
+    rows, keys, warps, stages = _tiles_prefill.segment_tile_of(capability)
+    constants = heads | {"DM": 64, "DT": 16, "BM": rows, "BN": keys}
+    yield "tower attention", vision_prefill.attend_kernel, warps, stages, constants, planes
 
 
 def overwritten(ptx: str) -> int:
