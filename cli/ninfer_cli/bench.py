@@ -222,21 +222,21 @@ def ops(
 
 def table(
     results: Annotated[Path, typer.Argument(help="Folder of result files.")] = Path("tests/bench/results"),
-    readme: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Put the tables into this file's marked place.")
+    into: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Put tables into the marked places of a file; repeatable.")
     ] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Also draw DIR/<device>.svg.")] = None,
 ) -> None:
-    """The speed tables of README, from result files."""
+    """The tables of README and the docs, from result files."""
     from ninfer_core.benchmarks import report
     from ninfer_core.benchmarks.results import read_all
 
     console = Console(os.environ)
-    if readme is None:
-        console.line(report.readme_tables(results))
-    else:
-        changed = report.update_readme(readme, results)
-        console.note(f"{readme}: {'changed' if changed else 'is up to date'}")
+    if not into:
+        console.line(report.speed_tables(results))
+    for document in into or ():
+        changed = report.update(document, results)
+        console.note(f"{document}: {'changed' if changed else 'is up to date'}")
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
         for slug, found in read_all(results).items():

@@ -1,9 +1,9 @@
-"""Figures for people: Markdown tables, a plot as SVG, and the speed tables of README made from the result files."""
+"""Figures for people: Markdown tables, plots as SVG, and the tables of README and docs made from the result files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -11,8 +11,8 @@ from xml.sax.saxutils import escape
 from ..errors import InvalidRequestError
 from .results import Figure, read_all
 
-BEGIN, END = "<!-- made by `ninfer bench table`; do not edit -->", "<!-- end of what `ninfer bench table` made -->"
-
+BEGIN, END = "<!-- {}, made by `ninfer bench table`; do not edit -->", "<!-- end of {} -->"
+_PLACE = re.compile(BEGIN.format(r"(\w+)") + "\n.*?" + END.format(r"\1"), re.S)
 
 BUSY = 1.25
 """Load per core above which a CPU was shared with other programs."""
@@ -63,7 +63,7 @@ def figures_table(figures: Sequence[Figure]) -> str:
     return markdown(("figure", "value", "floor", "share", "notes"), rows)
 
 
-# --- README ----------------------------------------------------------------------------------------------------------
+# --- documents -------------------------------------------------------------------------------------------------------
 
 _PARTS = {
     "decode": "decode, one request",
@@ -75,22 +75,49 @@ _PARTS = {
 }
 
 
-def readme_tables(folder: Path) -> str:
-    """The speed tables of README: one for each result file, each figure beside its floor and the best peer.
+def speed_tables(folder: Path) -> str:
+    """One table for each result file, each figure beside its floor and the best peer.
 
     Raises:
         InvalidRequestError: the folder holds no result file.
     """
+    own, peers = _files(folder)
+    return "\n\n".join(_device_table(found, slug, peers.get(slug, {})) for slug, found in own)
+
+
+def _files(folder: Path) -> tuple[list[tuple[str, Mapping[str, Any]]], dict[str, Mapping[str, Any]]]:
+    """Result files by the slug of their device, GPUs first, and the figures of peers by that of theirs."""
     files = read_all(folder)
-    if not any("peers" not in found["device"] for found in files.values()):
+    own = [(slug, found) for slug, found in files.items() if "peers" not in found["device"]]
+    if not own:
         raise InvalidRequestError(
             f"{folder} holds no result files; write some with `ninfer bench MODEL --save {folder}`"
         )
     peers = {found["device"]["peers"]: found["figures"] for found in files.values() if "peers" in found["device"]}
+    return sorted(own, key=lambda item: item[1]["device"].get("kind") == "cpu"), peers
+
+
+def text_tables(folder: Path) -> str:
+    """Decode rate, accepted drafts and tokens per round by kind of text: a table for each device that has such figures.
+
+    Raises:
+        InvalidRequestError: the folder holds no result file.
+    """
     parts = []
-    for slug, found in sorted(files.items(), key=lambda item: item[1]["device"].get("kind") == "cpu"):
-        if "peers" not in found["device"]:
-            parts.append(_device_table(found, slug, peers.get(slug, {})))
+    for _, found in _files(folder)[0]:
+        rows = []
+        for name, entry in found["figures"].items():
+            model, kind, *rest = name.split("/")
+            if kind == "workload":
+                about = entry["details"]
+                shares = " / ".join(f"{100 * share:.0f} %" for share in about.get("accepted_by_position", ()))
+                rounds = f"{about['tokens_per_round']:.2f}" if "tokens_per_round" in about else ""
+                rate = f"{number(entry['value'])} ± {number(entry['deviation'])}"
+                ended = f"{about['ended']} of {entry['runs']}"
+                rows.append((f"{model}: {rest[0]}", rate, rounds, shares, f"{about['limit']:,}", ended))
+        header = ("kind of text", "tokens a second", "tokens a round", "accepted by position", "limit", "ended before")
+        if rows:
+            parts.append(f"**{found['device']['name']}**\n\n{markdown(header, rows)}")
     return "\n\n".join(parts)
 
 
@@ -174,28 +201,44 @@ def memory_table() -> str:
     return markdown(header, rows)
 
 
-def update_readme(readme: Path, folder: Path) -> bool:
-    """Put speeds and memory between the marks in a README; returns whether that changed it.
+TABLES: Mapping[str, Callable[[Path], str]] = {
+    "speeds": speed_tables, "memory": lambda folder: memory_table(), "texts": text_tables,
+}  # fmt: skip
+"""What a marked place of a document may name, made from a folder of result files."""
+
+
+def update(document: Path, folder: Path) -> bool:
+    """Make the tables between the marks of a document anew; returns whether that changed it.
 
     Raises:
-        InvalidRequestError: the marks are missing.
+        InvalidRequestError: there are no marks, or they name an unknown table.
     """
-    text = readme.read_text(encoding="utf-8")
+    text = document.read_text(encoding="utf-8")
     made = replaced(text, folder)
     if made is None:
-        raise InvalidRequestError(f"{readme} has no place for the tables: it needs the lines {BEGIN} and {END}, twice")
+        marks = f"{BEGIN.format('NAME')} and {END.format('NAME')}"
+        names = ", ".join(TABLES)
+        raise InvalidRequestError(f"{document} has no place for tables: it needs {marks}, where NAME is one of {names}")
     if made != text:
-        readme.write_text(made, encoding="utf-8")
+        document.write_text(made, encoding="utf-8")
     return made != text
 
 
 def replaced(text: str, folder: Path) -> str | None:
-    """A README with its tables made anew: speeds in the first marked place, memory in the second; None without them."""
-    places = re.split(re.escape(BEGIN) + r"\n.*?" + re.escape(END), text, flags=re.S)
-    if len(places) != 3:
-        return None
-    speeds, memory = (f"{BEGIN}\n\n{made}\n\n{END}" for made in (readme_tables(folder), memory_table()))
-    return places[0] + speeds + places[1] + memory + places[2]
+    """A document with the tables in its marked places made anew; None if it has no such places.
+
+    Raises:
+        InvalidRequestError: a mark names an unknown table.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in TABLES:
+            raise InvalidRequestError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
+        return f"{BEGIN.format(name)}\n\n{TABLES[name](folder)}\n\n{END.format(name)}"
+
+    made, count = _PLACE.subn(table, text)
+    return made if count else None
 
 
 # --- plot ------------------------------------------------------------------------------------------------------------
@@ -217,7 +260,7 @@ def plot(figures: Mapping[str, Mapping[str, Any]], title: str) -> str:
         model, kind, *rest = name.split("/")
         if kind == "decode":
             point = (float(rest[1]), entry["value"], entry.get("floor", 0.0))
-            lines.setdefault(f"{model} {rest[0]}", []).append(point)
+            lines.setdefault(_line(model, rest[0]), []).append(point)
     if not lines:
         raise InvalidRequestError("there are no decode figures to plot")
     xs = sorted({x for points in lines.values() for x, _, _ in points})
@@ -241,6 +284,13 @@ def plot(figures: Mapping[str, Mapping[str, Any]], title: str) -> str:
             parts.append(f'<polyline points="{floor}" fill="none" stroke="{colour}" stroke-dasharray="4 4"/>')
         parts.append(f'<text x="{_WIDTH - 250}" y="{_TOP + 16 * (i + 1)}" fill="{colour}">{escape(label)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _line(model: str, setting: str) -> str:
+    """What a line of a plot is called: `mtp3-forced` is "3 drafts, forced"."""
+    drafts, _, forced = setting.removeprefix("mtp").partition("-")
+    text = "no drafts" if drafts == "0" else f"{drafts} drafts"
+    return ", ".join(part for part in (model.removesuffix("-random"), text, forced) if part)
 
 
 class _Axes:

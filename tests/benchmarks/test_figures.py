@@ -98,8 +98,8 @@ def filled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_readme_table_sets_each_figure_beside_floor_and_peer(filled: Path) -> None:
-    text = report.readme_tables(filled)
+def test_speed_table_sets_each_figure_beside_floor_and_peer(filled: Path) -> None:
+    text = report.speed_tables(filled)
     assert "**Some Card 9** ([file](tests/bench/results/some-card-9.json))" in text
     assert "| m: decode at 64 tokens | 100 ± 1.5 | 400 | 25 % | 50 (other engine) |" in text
     assert "| m: decode at 64 tokens, 3 drafts (*forced* to 3.19 tokens a round) | 210 ± 2 | 900 | 23 % |  |" in text
@@ -109,24 +109,42 @@ def test_readme_table_sets_each_figure_beside_floor_and_peer(filled: Path) -> No
     assert order == sorted(order)
 
 
-def test_readme_is_updated_in_its_marked_place_alone(filled: Path, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    place = f"{report.BEGIN}\nold\n{report.END}"
-    readme.write_text(f"# x\n\n{place}\n\nmiddle\n\n{place}\n\nrest\n")
-    assert report.update_readme(readme, filled) and not report.update_readme(readme, filled)
-    text = readme.read_text()
+def place(name: str) -> str:
+    return f"{report.BEGIN.format(name)}\nold\n{report.END.format(name)}"
+
+
+def test_a_document_is_updated_in_its_marked_places_alone(filled: Path, tmp_path: Path) -> None:
+    document = tmp_path / "README.md"
+    document.write_text(f"# x\n\n{place('speeds')}\n\nmiddle\n\n{place('memory')}\n\nrest\n")
+    assert report.update(document, filled) and not report.update(document, filled)
+    text = document.read_text()
     assert text.startswith("# x\n") and text.endswith("\n\nrest\n") and "old" not in text
     speeds, memory = text.split("middle")
     assert "Some Card 9" in speeds and "| qwen3.6-27b |" in memory and "| qwen3.6-27b |" not in speeds
-    readme.write_text("nothing")
-    with pytest.raises(InvalidRequestError, match="no place for the tables"):
-        report.update_readme(readme, filled)
+    document.write_text("nothing")
+    with pytest.raises(InvalidRequestError, match="no place for tables"):
+        report.update(document, filled)
+    document.write_text(place("colours"))
+    with pytest.raises(InvalidRequestError, match="no table 'colours'; there are speeds, memory, texts"):
+        report.update(document, filled)
+
+
+def test_table_of_kinds_of_text(filled: Path) -> None:
+    about = {"limit": 4_096, "ended": 13, "tokens_per_round": 2.314, "accepted_by_position": [0.8, 0.5, 0.014]}
+    figures = [Figure("m/workload/story", 120.0, "tok/s", 3.0, 15, None, about)]
+    figures += [Figure("m/workload/code", 99.0, "tok/s", 1.0, 15, None, {"limit": 4_096, "ended": 0})]
+    save(filled, CARD, figures, command="ninfer bench workloads", commit="abc")
+    text = report.text_tables(filled)
+    assert "| m: story | 120 ± 3 | 2.31 | 80 % / 50 % / 1 % | 4,096 | 13 of 15 |" in text
+    assert "| m: code | 99 ± 1 |  |  | 4,096 | 0 of 15 |" in text and "decode" not in text
 
 
 def test_plot_is_svg_with_a_line_and_a_floor_for_each_setting(filled: Path) -> None:
     svg = ElementTree.fromstring(report.plot(read(filled / "some-card-9.json")["figures"], "a < b"))
     lines = svg.findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 4 and sum("stroke-dasharray" in line.attrib for line in lines) == 2
+    told = [text.text for text in svg.findall("{http://www.w3.org/2000/svg}text")]
+    assert "m, no drafts" in told and "m, 3 drafts, forced" in told
     for line in lines:
         assert all(0 <= float(n) <= 720 for n in re.split(r"[ ,]", line.attrib["points"]))
     with pytest.raises(InvalidRequestError, match="no decode figures"):
@@ -141,9 +159,20 @@ def test_every_kept_figure_names_its_command_and_versions() -> None:
             assert entry["command"] and entry["versions"] and entry["unit"], f"{slug}: {name}"
 
 
-def test_the_tables_in_the_readme_are_those_of_the_result_files() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text == report.replaced(text, RESULTS), "run `ninfer bench table tests/bench/results --readme README.md`"
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_the_tables_in_the_documents_are_those_of_the_result_files(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text == report.replaced(text, RESULTS), f"run `ninfer bench table --into {page}`"
+
+
+def test_the_plots_are_those_of_the_result_files() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for slug, found in read_all(RESULTS).items():
+        if "peers" not in found["device"] and any("/decode/" in name for name in found["figures"]):
+            drawn = report.plot(found["figures"], found["device"]["name"])
+            kept = (ROOT / f"docs/plots/{slug}.svg").read_text(encoding="utf-8")
+            assert kept == drawn, "run `ninfer bench table --plots docs/plots`"
+            assert f"](docs/plots/{slug}.svg)" in readme, f"README does not show the plot of {slug}"
 
 
 def test_the_page_on_quality_is_that_of_its_results() -> None:

@@ -269,10 +269,16 @@ def layer_models() -> Mapping[str, tuple[ModelConfig, Recipe]]:
 
 
 def random_objects(config: ModelConfig, recipe: Recipe) -> tuple[Get, list[str]]:
-    """Random bf16 objects, heavier in the tails than a Gaussian (Student t, 5 degrees of freedom), made on demand."""
+    """Random bf16 objects, heavier in the tails than a Gaussian (Student t, 5 degrees of freedom), made when first asked for."""
+    made: dict[str, Tensor] = {}
     shapes = {name: shape for name, (shape, _) in inventory(config, recipe, vision=False).items()}
 
     def get(name: str) -> Tensor:
+        if name not in made:
+            made[name] = drawn(name)
+        return made[name].float()
+
+    def drawn(name: str) -> Tensor:
         shape = shapes[name]
         generator = torch.Generator().manual_seed(sum(name.encode()) * 7919)
         value = torch.randn(*shape, generator=generator)
@@ -283,38 +289,46 @@ def random_objects(config: ModelConfig, recipe: Recipe) -> tuple[Get, list[str]]
             value *= (5 / spread).sqrt() * (3 / 5) ** 0.5 * shape[1] ** -0.5
         else:
             value *= 0.1
-        return value.bfloat16().float()
+        return value.bfloat16()
 
     return get, list(shapes)
+
+
+def layer_variants(recipe: Recipe) -> list[Variant]:
+    """All rows for layers whose published recipe is `recipe`."""
+    everything = "published recipe, scale search, INT8 KV cache, int8 activations"
+    return [
+        Variant("bf16 weights"),
+        Variant("W8", same(W8, recipe)),
+        Variant("Q6", same(Q6, recipe)),
+        Variant("Q5", same(Q5, recipe)),
+        Variant("Q4", same(Q4, recipe)),
+        Variant("published recipe, largest magnitude", recipe, "maxabs"),
+        Variant("published recipe, scale search", recipe),
+        Variant("bf16 weights, INT8 KV cache", kv="int8"),
+        Variant("bf16 weights, int8 activations", int8_activations=True),
+        Variant(everything, recipe, kv="int8", int8_activations=True),
+    ]
 
 
 def run_layers(keep: Callable[[str, Any], None], only: str) -> None:
     """A DeltaNet and an attention layer of each published model, 128 random tokens."""
     for name, (config, recipe) in layer_models().items():
-        if only and only not in name:
+        first, *others = layer_variants(recipe)
+        others = [variant for variant in others if only in f"{name}: {variant.name}"]
+        if not others:
             continue
         get, names = random_objects(config, recipe)
         ids = torch.randint(0, config.vocab_size, (129,), generator=torch.Generator().manual_seed(5)).tolist()
         reference: list[Tensor] = []
-        for variant in (
-            Variant("bf16 weights"),
-            Variant("published recipe, largest magnitude", recipe, "maxabs"),
-            Variant("published recipe, scale search", recipe),
-            Variant("bf16 weights, INT8 KV cache", kv="int8"),
-            Variant("bf16 weights, int8 activations", int8_activations=True),
-            Variant(
-                "published recipe, scale search, INT8 KV cache, int8 activations",
-                recipe,
-                kv="int8",
-                int8_activations=True,
-            ),
-        ):
+        for variant in (first, *others):
             began = time.monotonic()
             weights = load_weights(Quantized(config, get, names, variant), vision=False)
             found = [logits_of(weights, config, variant, ids, 1)]
             del weights
             reference = reference or found
-            entry = compare(reference, found, None) | {"positions": len(found[0])}
+            entry = compare(reference, found, None)
+            entry |= {"bits": bits(config, variant.recipe), "positions": len(found[0])}
             keep(f"{name}: {variant.name}", entry)
             print(f"{name}: {variant.name}: {time.monotonic() - began:.0f} s, {entry}", flush=True)
 
@@ -322,8 +336,12 @@ def run_layers(keep: Callable[[str, Any], None], only: str) -> None:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def keep_in(section: str, command: str) -> Callable[[str, Any], None]:
-    """A function that keeps one row of a section of the result file, after every row."""
+def keep_in(section: str, command: str, fresh: bool) -> Callable[[str, Any], None]:
+    """A function that keeps one row of a section of the result file, after every row; `fresh` drops older rows first."""
+    if fresh and RESULTS.exists():
+        found = json.loads(RESULTS.read_text(encoding="utf-8"))
+        found.pop(section, None)
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
     def keep(name: str, entry: Any) -> None:
         found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
@@ -340,6 +358,17 @@ def keep_in(section: str, command: str) -> Callable[[str, Any], None]:
     return keep
 
 
+def ordered(rows: dict[str, Any], names: list[str]) -> list[tuple[str, Any]]:
+    """Rows in the order of `names`.
+
+    Raises:
+        ValueError: a row has another name, or one is missing.
+    """
+    if set(rows) != set(names):
+        raise ValueError(f"rows and variants differ in {sorted(set(rows) ^ set(names))}: measure again")
+    return [(name, rows[name]) for name in names]
+
+
 def page(found: dict[str, Any]) -> str:
     """`docs/quality.md` from the results."""
     from ninfer_core.benchmarks.report import markdown
@@ -348,7 +377,7 @@ def page(found: dict[str, Any]) -> str:
     demo = found.get("demo")
     if demo:
         rows = []
-        for name, row in demo["rows"].items():
+        for name, row in ordered(demo["rows"], [variant.name for variant in variants(demo_own_recipe())]):
             drafts = f"{100 * row['accepted']:.1f} %" if "accepted" in row else ""
             tasks = f"{row['exact']} of {row['tasks']}" if "exact" in row else ""
             cells = (f"{row['bits']:.2f}", f"{row['nats']:.4f}", f"{row['kl']:.5f}", f"{100 * row['top1']:.2f} %")
@@ -358,11 +387,13 @@ def page(found: dict[str, Any]) -> str:
         lines += ["", "## The demo model", "", _demo_note(count), "", markdown(header, rows), "", _made(demo)]
     layers = found.get("layers")
     if layers:
-        rows = [
-            (name, f"{row['kl']:.5f}", f"{100 * row['top1']:.1f} %", f"{100 * row['logit_error']:.2f} %")
-            for name, row in layers["rows"].items()
-        ]
-        header = ("two full-size layers", "KL", "same choice", "error of the logits")
+        models = layer_models().items()
+        names = [f"{name}: {variant.name}" for name, (_, recipe) in models for variant in layer_variants(recipe)]
+        rows = []
+        for name, row in ordered(layers["rows"], names):
+            cells = (f"{row['bits']:.2f}", f"{row['kl']:.5f}", f"{100 * row['top1']:.1f} %")
+            rows.append((name, *cells, f"{100 * row['logit_error']:.2f} %"))
+        header = ("two full-size layers", "bits", "KL", "same choice", "error of the logits")
         lines += ["", "## Full-size layers", "", _LAYERS, "", markdown(header, rows), "", _made(layers)]
     return "\n".join(lines) + "\n"
 
@@ -396,17 +427,17 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="bf16 checkpoint of the demo model")
     parser.add_argument("--layers", action="store_true", help="full-size layers with random weights")
     parser.add_argument(
-        "--items", type=int, default=6, help="tasks of each kind, four times as many tool calls; 0: none"
+        "--items", type=int, default=4, help="tasks of each kind, four times as many tool calls; 0: none"
     )
     parser.add_argument("--samples", type=int, default=60, help="answers that are teacher-forced; 0: none")
-    parser.add_argument("--only", default="", help="rows whose name holds this text")
+    parser.add_argument("--only", default="", help="rows whose name holds this text; the other rows stay as they are")
     parser.add_argument("--write", type=Path, help="write the page from the results kept")
     args = parser.parse_args()
     if args.checkpoint:
         command = f"python -m tests.tools.quality --checkpoint FOLDER --items {args.items} --samples {args.samples}"
-        run_demo(args.checkpoint, args.items, args.samples, args.only, keep_in("demo", command))
+        run_demo(args.checkpoint, args.items, args.samples, args.only, keep_in("demo", command, not args.only))
     if args.layers:
-        run_layers(keep_in("layers", "python -m tests.tools.quality --layers"), args.only)
+        run_layers(keep_in("layers", "python -m tests.tools.quality --layers", not args.only), args.only)
     if args.write:
         args.write.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
 
