@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,15 @@ _ORDER = "0@a.0b-1c:2d/3e_4f+56789TZPDghijklmnopqrstuvwxyzABCEFGHIJKLMNOQRSUVWXY
 
 _SAME = 4
 """So many equal characters in a row lead nowhere: others get their turn."""
+_ALIKE, _TRIES = 8, 2
+"""Tokens of a way that must be those of a known one before the rest of that is tried, and how often it is tried."""
 
 
-def completion(matcher: Any, vocabulary: Vocabulary, most: int) -> list[int] | None:
+def completion(matcher: Any, vocabulary: Vocabulary, most: int, known: Sequence[int] = ()) -> list[int] | None:
     """Token ids that bring a matcher from its present state to an accepting one; None if none of `most` were found.
+
+    `known`: a way from an earlier state. Once the new one runs like a part of it, the rest of it is taken, where that
+    completes the value with less than `most`: longer perhaps than it had to be, but found without a search.
 
     The way is short where the grammar is JSON or a tool call: what is open is closed, what is missing is filled with
     the least. In other grammars characters take turns, which leads out of any loop, though not always by the shortest
@@ -32,6 +38,7 @@ def completion(matcher: Any, vocabulary: Vocabulary, most: int) -> list[int] | N
     turn = 0
     end, bracket, colon, comma, quote = (vocabulary.spell(char)[0] for char in '}]:,"')
     probes = [vocabulary.spell(char)[0] for char in "zZ_9~"]
+    table, tries = array("i", known).tobytes(), _TRIES if len(known) > _ALIKE else 0
 
     def fits(*tokens: int) -> bool:
         return bool(matcher.validate_tokens(list(tokens)) == len(tokens))
@@ -51,6 +58,13 @@ def completion(matcher: Any, vocabulary: Vocabulary, most: int) -> list[int] | N
         path += step
         if len(path) > most or not matcher.consume_tokens(step):
             return None
+        if tries and len(path) >= _ALIKE:
+            at, apart = divmod(table.find(array("i", path[-_ALIKE:]).tobytes()), array("i").itemsize)
+            rest = known[at + _ALIKE :] if at >= 0 and not apart else ()
+            if rest and len(path) + len(rest) < most:
+                tries -= 1
+                if completes(matcher, rest):
+                    return [*path, *rest]
     return path
 
 

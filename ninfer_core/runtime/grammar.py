@@ -482,7 +482,7 @@ class Grammar:
         for known in (state.path, state.path[1:]):
             if known and completes(self._matcher, known):
                 return known
-        found = completion(self._matcher, self._vocabulary, min(_MOST, self._room(state)))
+        found = completion(self._matcher, self._vocabulary, min(_MOST, self._room(state)), state.path)
         return None if found is None else tuple(found)
 
     def _next_check(self, state: State, path: Sequence[int]) -> int:

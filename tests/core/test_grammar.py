@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 
 import jsonschema
 import numpy as np
@@ -183,6 +184,43 @@ def test_closing_gets_out_of_loops_and_gives_up_on_endless_ones():
         found = path(pattern)
         assert found is not None and len(found) < 300
     assert path("[a-z]{400}x") is None
+
+
+class Counted:
+    """A matcher whose questions are counted, those of its copies too."""
+
+    def __init__(self, matcher, asked):
+        self._matcher, self._asked = matcher, asked
+
+    def __getattr__(self, name):
+        self._asked[name] += 1
+        if name == "deep_copy":
+            return lambda: Counted(self._matcher.deep_copy(), self._asked)
+        return getattr(self._matcher, name)
+
+
+def test_a_known_way_to_the_end_is_joined_where_it_fits():
+    schema = {"type": "array", "items": SCHEMAS["person"], "minItems": 40}
+    matcher = plan_of(asking(schema)).matcher.deep_copy()
+    known = completion(matcher, VOCABULARY, 4096)
+    begun = TOKENIZER.encode('[{"name": "Ada", "age": 36}, {"name": "B')
+    assert matcher.consume_tokens(begun)
+
+    def found(most, known):
+        asked = Counter()
+        return completion(Counted(matcher, asked), VOCABULARY, most, known), sum(asked.values())
+
+    fresh, many = found(4096, ())
+    joined, few = found(4096, known)
+    for path in (fresh, joined):
+        assert completes(matcher, path)
+        jsonschema.validate(json.loads(TOKENIZER.decode([*begun, *path])), schema)
+    assert few < many / 5 and len(joined) < len(known) + 50
+    assert len(fresh) < len(joined), "38 persons are fewer than 39"
+    tight, asked = found(len(fresh), known)
+    assert tight == fresh and asked >= many, "with less room the shorter way is looked for"
+    for other in (known[:4], [*known[:30], known[0], *known[30:]], known[::-1]):
+        assert found(4096, other)[0] is not None and completes(matcher, found(4096, other)[0])
 
 
 # calls
