@@ -125,14 +125,17 @@ def open_kernel(
 
 @triton.jit(do_not_specialize=["addressable"])
 def mask_kernel(
-    logits, best, best_row, orders, masks, addressable,
+    logits, best, best_row, sent, masks, orders, addressable,
     V: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, block of groups of 32 ids): ids that the mask leaves out are out; see `mask`."""
+    """Programs (row, block of groups of 32 ids): ids that the mask leaves out are out, orders are taken; see `mask`."""
     COUNT: tl.constexpr = V // 32
     t = tl.program_id(0)
     wait_for_inputs(PDL)
-    masked = tl.load(orders + (t // R) * _ORDER + _MASKED)
+    if (tl.program_id(1) == 0) & (t % R == 0):
+        column = (t // R) * _ORDER + tl.arange(0, _ORDER)
+        tl.store(orders + column, tl.load(sent + column))
+    masked = tl.load(sent + (t // R) * _ORDER + _MASKED)
     if ((masked >> (t % R)) & 1) > 0:
         group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         there = group < COUNT
@@ -383,17 +386,26 @@ def open_round(
 
 
 def mask(
-    logits: torch.Tensor, candidates: Candidates, orders: torch.Tensor, masks: torch.Tensor, *, addressable: int
+    logits: torch.Tensor,
+    candidates: Candidates,
+    sent: torch.Tensor,
+    masks: torch.Tensor,
+    orders: torch.Tensor,
+    *,
+    addressable: int,
 ) -> None:
     """Leave the ids that a row's mask does not name, out of its logits and candidates; other rows keep their bits.
 
+    Effects: `orders` = `sent`. `sent` and `masks` may lie in pinned memory of the host and are read from there, which
+    takes less than a copy between two graphs.
+
     Math: logits = -inf where bit id % 32 of word id // 32 is clear, or id >= addressable; candidates of what remains,
     below all others where nothing does. A candidate that is not finite stays, so that `sample` finds the row bad.
-    Shapes: logits fp32 [T, V] and their candidates; orders int32 [B, ORDER_WIDTH]; masks int32 [T, V / 32].
+    Shapes: logits fp32 [T, V] and their candidates; sent, orders int32 [B, ORDER_WIDTH]; masks int32 [T, V / 32].
     """
     rows, vocabulary = logits.shape
     mask_kernel[(rows, triton.cdiv(vocabulary // 32, 64))](
-        logits, candidates.value, candidates.row, orders, masks, addressable,
+        logits, candidates.value, candidates.row, sent, masks, orders, addressable,
         V=vocabulary, R=rows // orders.shape[0], BLOCK=64, **_tiles.launch(logits, 4),
     )  # fmt: skip
 

@@ -6,8 +6,8 @@ in powers of two) replay one graph; the first round of a number of rows and draf
 compiles its kernels.
 Every batch size has graphs of its own, so no padding rows exist that could touch a state.
 
-A round under `orders` is two graphs: `begin` launches all up to the logits, `BegunRound.finish` sends the orders and
-launches the rest.
+A round under `orders` is two graphs: `begin` launches all up to the logits, `BegunRound.finish` writes the orders where
+the device reads them and launches the rest.
 
 To measure without requests: make `DeviceRounds`, `seat` its slots (any page contents), set `pattern` to force how many
 drafts are accepted (64 counts, taken in turn by every sequence), then `launch` and `LaunchedRound.read` in turn.
@@ -51,8 +51,6 @@ from .validation import SamplingParams
 
 MOST_GRAPHS = 64
 """Graphs kept, of some megabytes each; one that was not used for longest goes first."""
-SENDS = 4
-"""Buffers of orders on the host, so that none must be awaited while an earlier one is on its way."""
 Shape = tuple[int, int, int, int]
 """Sequences, rows of each, drafts made, attention splits."""
 
@@ -102,28 +100,26 @@ class BegunRound:
 
 
 class _Orders:
-    """Orders and masks of one round, fixed on the device, in turns on the host: one copy brings both."""
+    """Orders and masks of one round, in pinned memory of the host, from where the second part of a round reads them.
+
+    `sent`: what the host wrote, `orders`: what the device made of it, for the kernels behind `mask`.
+    """
 
     def __init__(self, device: torch.device, vocabulary: int) -> None:
-        self._words = vocabulary // 32
-        size = ROWS * (ORDER_WIDTH + self._words)
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self.orders = self._device[: ROWS * ORDER_WIDTH].view(ROWS, ORDER_WIDTH)
-        self.masks = self._device[ROWS * ORDER_WIDTH :].view(ROWS, self._words)
         cuda = device.type == "cuda"
-        self._host = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(SENDS)]
-        self._sent = [torch.cuda.Event() if cuda else None for _ in range(SENDS)]
-        self._turn = 0
+        self.sent = torch.zeros(ROWS, ORDER_WIDTH, dtype=torch.int32, pin_memory=cuda)
+        self.masks = torch.zeros(ROWS, vocabulary // 32, dtype=torch.int32, pin_memory=cuda)
+        self.orders = torch.zeros(ROWS, ORDER_WIDTH, dtype=torch.int32, device=device)
+        self._used = torch.cuda.Event() if cuda else None
 
-    def send(self, orders: Sequence[Order], rows: int) -> None:
-        """Write the orders of a round of so many rows a sequence, and start the copy."""
-        self._turn = (self._turn + 1) % SENDS
-        host, sent = self._host[self._turn], self._sent[self._turn]
-        if sent is not None:
-            sent.synchronize()
-        flat = host.numpy()
-        table = flat[: ROWS * ORDER_WIDTH].reshape(ROWS, ORDER_WIDTH)
-        masks = flat[ROWS * ORDER_WIDTH :].view(np.uint8).reshape(ROWS, 4 * self._words)
+    def write(self, orders: Sequence[Order], rows: int) -> None:
+        """Write the orders of a round of so many rows a sequence.
+
+        Waits for the launch that uses those before: another part of the same round, which ends before this one's rows.
+        """
+        if self._used is not None:
+            self._used.synchronize()
+        table, masks = self.sent.numpy(), self.masks.numpy().view(np.uint8)
         for i, order in enumerate(orders):
             masked = [write(row, masks[i * rows + r]) for r, row in enumerate(order.rows)]
             table[i] = -1
@@ -131,10 +127,11 @@ class _Orders:
             table[i, ORDER.masked] = sum(1 << r for r, there in enumerate(masked) if there)
             table[i, ORDER.behind] = len(order.rows) - 1
             table[i, ORDER.known : ORDER.known + len(order.known)] = order.known
-        size = ROWS * ORDER_WIDTH + len(orders) * rows * self._words
-        self._device[:size].copy_(host[:size], non_blocking=True)
-        if sent is not None:
-            sent.record()
+
+    def used(self) -> None:
+        """What was launched so far is all that uses them."""
+        if self._used is not None:
+            self._used.record()
 
 
 class _Buffers:
@@ -177,7 +174,7 @@ class _Opened:
 def rounds_bytes(config: ModelConfig, slots: int, pages: int, mtp: bool) -> int:
     """Device bytes of `DeviceRounds`, nearly all of them hidden rows and page tables."""
     kept = slots * KEPT * config.hidden_size * 2 if mtp else 0
-    return kept + (slots + ROWS) * (pages + 16) * 4 + ROWS * (config.vocab_size // 8 + 4 * ORDER_WIDTH) + (1 << 18)
+    return kept + (slots + ROWS) * (pages + 16) * 4 + ROWS * 4 * ORDER_WIDTH + (1 << 18)
 
 
 class DeviceRounds:
@@ -344,8 +341,9 @@ class DeviceRounds:
         return BegunRound(self, shape, turn, began)
 
     def _finish(self, shape: Shape, turn: int, began: object | None, orders: Sequence[Order]) -> LaunchedRound:
-        self._told.send(orders, shape[1])
+        self._told.write(orders, shape[1])
         self._run("second", shape)
+        self._told.used()
         drafts, count = None, shape[0] * shape[2]
         if count:
             made = self._host_drafts[turn, :count]
@@ -436,8 +434,9 @@ class DeviceRounds:
     def _second(self, batch: int, rows: int, drafts: int, splits: int) -> None:
         """The launches behind the logits, by the orders that were sent."""
         told, opened = self._told, self._opened[batch, rows, 0, splits]
-        orders, masks = told.orders[:batch], told.masks[: batch * rows]
-        mask(opened.logits, opened.candidates, orders, masks, addressable=self._addressable)
+        orders = told.orders[:batch]
+        masks = told.masks[: batch * rows]
+        mask(opened.logits, opened.candidates, told.sent[:batch], masks, orders, addressable=self._addressable)
         self._rest(batch, rows, drafts, splits, orders)
 
     def _first(self, batch: int, rows: int, splits: int) -> None:

@@ -33,7 +33,7 @@ from ninfer_core.kernels import (
 TYPES = {
     "*i32": "next_w next_wh next_ws arrived w wh ws sw sws xq ids slots lengths commits tables best_row token_of token tokens side_w items used "
     "lanes deltas table_rows scratch bad sampled results follow pick chain pattern drafts ahead "
-    "orders masks tape",
+    "sent orders masks tape",
     "*fp16": "scales",
     "*i8": "codes q_out",
     "*fp32": "xs ss sums u side_out x x_out u_out s_out ss_out logits shared_gate_up hs weights y "

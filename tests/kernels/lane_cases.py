@@ -168,8 +168,10 @@ def masked(kind):
     bits[:, : ADDRESSABLE // 8] = np.packbits(legal.numpy(), axis=1, bitorder="little")
     masks = torch.from_numpy(bits.view(np.int32).copy())
     held = [0b11, 0b10, 0b01, 0b11, 0b11, 0b00, 0b11]
-    orders = orders_of(*({"masked": word} for word in held))
-    lanes_decode.mask(logits, found, orders, masks, addressable=ADDRESSABLE)
+    sent = orders_of(*({"masked": word, "most": i} for i, word in enumerate(held)))
+    orders = i32(len(LAWS) + 1, ORDER_WIDTH, fill=77)
+    lanes_decode.mask(logits, found, sent, masks, orders[:-1], addressable=ADDRESSABLE)
+    assert torch.equal(orders[:-1], sent) and (orders[-1] == 77).all(), "the orders are taken along"
     lanes, _, slots = lanes_of([Start(0, 0, 0, 10 * i, 100, law) for i, law in enumerate(LAWS)])
     token, bad = i32(rows), i32(rows)
     scratch = i32(rows, SCRATCH_WIDTH), torch.full((rows, SCRATCH_WIDTH), torch.nan)
@@ -261,7 +263,7 @@ def rounds_by_orders():
     banned = np.array([best[5], 31, 32, 7999])
     without = logits[5, :ADDRESSABLE].clone()
     without[banned] = -torch.inf
-    for turn in range(6):  # more than there are buffers of orders
+    for turn in range(3):
         drafts = [[int(sevenths[0])], [4000], [int(best[4])], [1]]
         for slot in range(4):
             rounds.seat(slot, [slot], Start(5, 60, 1, 3, 50, greedy, drafts[slot]))
