@@ -127,12 +127,20 @@ def reference_bytes(objects: Inventory, itemsize: int, *, mtp: bool = True, visi
     for name, (shape, fmt) in objects.items():
         last = name.rsplit("/", 1)[1]
         if name.startswith("vision/"):
-            if vision:
-                fp32 = "norm" in name or last == "position_embedding"
-                total += math.prod(shape) * (4 if fp32 else itemsize)
-        elif (mtp or not (name.startswith("mtp/") or last.startswith("draft_head"))) and not name.startswith("dflash/"):
+            continue
+        if (mtp or not (name.startswith("mtp/") or last.startswith("draft_head"))) and not name.startswith("dflash/"):
             plain = len(shape) == 1 or last in ("router_shared_gate", "convolution")
             total += math.prod(shape) * (8 if fmt == "I32" else 4 if plain else itemsize)
+    return total + (tower_bytes(objects, itemsize) if vision else 0)
+
+
+def tower_bytes(objects: Inventory, itemsize: int) -> int:
+    """Bytes of the vision tower, whose matrices are opened into the compute type when it is loaded."""
+    total = 0
+    for name, (shape, _) in objects.items():
+        if name.startswith("vision/"):
+            fp32 = "norm" in name or name.endswith("position_embedding")
+            total += math.prod(shape) * (4 if fp32 else itemsize)
     return total
 
 
@@ -312,8 +320,9 @@ def fused_footprint(
     drafts: int = 3,
     chunk: int = CHUNKS[-1],
     embedding: bool = True,
+    vision: bool = False,
 ) -> Footprint:
-    """What the Triton path needs; `embedding`: the table lies on the device.
+    """What the Triton path needs; `embedding`: the table lies on the device; `vision`: so does the vision tower.
 
     Raises:
         UnsupportedError: a KV type that its kernels do not read.
@@ -332,7 +341,7 @@ def fused_footprint(
             "workspace of a prompt chunk": prefill_workspace_bytes(config, chunk, context),
         }
 
-    weights = packed_bytes(objects, mtp=drafts > 0, embedding=embedding)
+    weights = packed_bytes(objects, mtp=drafts > 0, embedding=embedding) + (tower_bytes(objects, 2) if vision else 0)
     return Footprint(weights, page_bytes(config, kv_cache), fused_slot_bytes(config), drafts, workspaces, chunk)
 
 

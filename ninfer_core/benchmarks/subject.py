@@ -197,15 +197,19 @@ class EngineSubject(Subject):
         self._engine.close()
 
 
+PATCHES = 1 << 16
+"""Patch rows of the largest image by the published models' settings: 16,777,216 pixels."""
+
+
 class RandomSource:
     """Random tensors under the object names of an artifact: what `load_weights` reads.
 
     Matrices have a standard deviation of columns ** -0.5, so that activations keep their size through all layers.
     """
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
+    def __init__(self, config: ModelConfig, seed: int, vision: bool = False) -> None:
         self.config = config
-        self.formats: Formats = inventory(config, default_recipe(config), vision=False)
+        self.formats: Formats = inventory(config, default_recipe(config), vision=vision)
         self.tensors = {name: TensorInfo(name, shape, fmt, 0) for name, (shape, fmt) in self.formats.items()}
         self._seed = seed
 
@@ -235,7 +239,6 @@ class RandomSubject(Subject):
         from ..runtime.loop import start_loop
 
         config = random_config(target.random)
-        source = RandomSource(config, seed=7)
         options = EngineOptions(
             model=target.random,
             device=target.device,  # type: ignore[arg-type]
@@ -245,7 +248,8 @@ class RandomSubject(Subject):
             context_length="auto" if context is None else context,
             **{"prefix_cache": False, "adaptive_drafts": False, **target.options},
         )
-        loaded = load_model(source, options, addressable=TOKEN_IDS.get(config.model_id, 0))  # type: ignore[arg-type]
+        source, patches = RandomSource(config, seed=7, vision=options.vision), PATCHES if options.vision else 0
+        loaded = load_model(source, options, patches, TOKEN_IDS.get(config.model_id, 0))  # type: ignore[arg-type]
         self.formats, self.config, self.device, self.route = source.formats, config, loaded.device, loaded.route
         self.label = f"{config.model_id}-random"
         self.kv_cache, self.draft_tokens = target.kv_cache, loaded.draft_tokens
@@ -274,10 +278,13 @@ class RandomSubject(Subject):
         *,
         machine: CountingMachine | None = None,
         sampler: Sampler | None = None,
+        media: tuple[Any, ...] = (),
     ) -> RequestHandle:
-        """As `start`, for a request that reads as these tokens; with an output machine or a sampler of one's own."""
+        """As `start`, for a request that reads as these tokens; with an output machine, a sampler, media of its own."""
         handle = RequestHandle(request, on_cancel=self._scheduler.notify)
-        session = Session(handle, TokenPrompt(tuple(tokens)), machine or CountingMachine(), limit=limit, seed=seed)
+        session = Session(
+            handle, TokenPrompt(tuple(tokens), media=media), machine or CountingMachine(), limit=limit, seed=seed
+        )
         sampler = sampler or Sampler(sampling_params(seed), addressable=self.addressable, prompt=tokens)
         self._scheduler.enqueue(session, sampler)
         return handle

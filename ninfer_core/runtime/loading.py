@@ -272,8 +272,9 @@ def _load_fused(
 
     def of(chunk: int) -> Footprint:
         described = fused_footprint(
-            config, objects, kv_cache=options.kv_cache, drafts=drafts, chunk=chunk, embedding=not host
-        )
+            config, objects, kv_cache=options.kv_cache, drafts=drafts, chunk=chunk, embedding=not host,
+            vision=options.vision and config.vision is not None,
+        )  # fmt: skip
         return replace(
             described,
             workspaces=lambda context: {

@@ -1,28 +1,47 @@
-"""The full-size vision tower on a GPU: against transformers, and its time beside the measured matrix rate.
+"""Images on one GPU: the vision tower against transformers and the matrix rate, and an image to the first token.
 
-    python -m tests.bench.vision                  # one NVIDIA GPU
+    python -m tests.bench.vision [PART,...]       # one NVIDIA GPU
     python -m tests.bench.vision --tiny           # the same code on a small tower, on the CPU
 
-And the demo model from an image file to its first token. The large tower has random weights. Work is counted as the matrices' and the attention's floating-point operations; the rate they are set
-against is that of a bf16 product of 8,192 x 8,192 x 8,192 in the same run. Medians.
+Parts: `tower` (its time alone, against the rate of a bf16 product of 8,192 x 8,192 x 8,192 in the same run), `whole` (the
+35B with its tower, random weights of full size: from a request of 100 text tokens with an image, and from its file, to
+the first token), `demo` (the demo model from a file), `agreement` (the large tower with random weights against
+transformers in fp32, within named tolerances). Work is counted as the matrices' and the attention's floating-point
+operations. Medians. `--results DIR` keeps the figures of `tower` and `whole` in the device's result file.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from ninfer_core.config import QWEN36_35B_A3B, ModelConfig, VisionConfig
-from ninfer_core.kernels.vision import patch_rows
+from ninfer_core.benchmarks import results
+from ninfer_core.benchmarks.bandwidth import read_bandwidth
+from ninfer_core.benchmarks.floors import step_floor
+from ninfer_core.benchmarks.results import Figure
+from ninfer_core.benchmarks.subject import RandomSubject, Target
+from ninfer_core.config import QWEN36_35B_A3B, VisionConfig
 from ninfer_core.model.vision import VisionTower
 from ninfer_core.weights import VisionBlock, VisionLinear, VisionNorm, VisionWeights
-from tests.bench.common import Record, matrix_rate, parser_of, seconds
+from tests.bench.common import Record, matrix_rate, parser_of, seconds, shape_of
+from tests.bench.prefill import operations
 
+TOWER = 1.2e-2
+"""The tower in bf16 against transformers in fp32, relative; transformers in bf16 is about as far from it."""
+BESIDE = 1.1
+"""As a multiple of the error of transformers in bf16, at most."""
+SETTINGS = b'{"size": {"shortest_edge": 65536, "longest_edge": 16777216}}'
+"""Those of the published models."""
+TEXT = 100
+"""Tokens beside the image."""
 TINY = VisionConfig(depth=2, hidden_size=144, num_heads=2, intermediate_size=200, out_hidden_size=64)
 SIZES = {"1080p": (1088, 1920), "4K": (2176, 3840), "768 x 1024": (768, 1024)}
 
@@ -99,6 +118,150 @@ def work(c: VisionConfig, patches: int) -> float:
     return patches * (2 * w * c.patch_dim + c.depth * block + merger)
 
 
+class Bench:
+    """What the parts share: figures as they come, and those for the result file."""
+
+    def __init__(self, options: Any) -> None:
+        self.tiny, self.times = options.tiny, 1 if options.tiny else options.times
+        self.device = "cpu" if self.tiny else "cuda"
+        self.record, self.figures = Record(options.json, self.device), list[Figure]()
+        config = TINY if self.tiny else QWEN36_35B_A3B.vision
+        assert config is not None
+        self.config: VisionConfig = config
+        self.rate = matrix_rate(self.device, self.tiny)
+        self.record.add("matrix TFLOP/s", self.rate / 1e12)
+        self.failed = 0
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Names and pixels of the images as the tower gets them."""
+        return {"small": (256, 320)} if self.tiny else SIZES
+
+    def tower(self) -> None:
+        """Time, share of the matrix rate and memory of one image of each size, its pixels on the host."""
+        dtype = torch.float32 if self.tiny else torch.bfloat16
+        tower = VisionTower(random_weights(self.config, self.device, dtype), self.config)
+        for name, (height, width) in self.sizes().items():
+            patches = height // 16 * (width // 16)
+            picture = torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8).numpy()
+            pixels: Any = SimpleNamespace(frames=picture, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+            def encode(pixels: Any = pixels, grid: Any = (1, height // 16, width // 16)) -> None:
+                encoding = tower.begin(pixels, grid)
+                while not encoding.advance(1 << 62):
+                    pass
+
+            took = seconds(encode, self.device, self.times)
+            done = work(self.config, patches)
+            found = {"ms": took * 1e3, "TFLOP": done / 1e12, "share of the matrix rate": done / took / self.rate}
+            if self.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                encode()
+                peak = torch.cuda.max_memory_allocated() - before
+                found |= {"peak MiB": peak / 2**20, "planned MiB": tower.workspace(patches) / 2**20}
+            self.record.add(name, found)
+            about = {"weights": "random", "pixels": f"{width} x {height}", "TFLOP": done / 1e12}
+            self._keep(f"tower/{name}", took * 1e3, done / self.rate * 1e3, about)
+
+    def whole(self) -> None:
+        """The 35B: a file to pixels in the decoding process, and from the request to the first token."""
+        target = Target(random=shape_of("35b", self.tiny), device=self.device, options={"vision": True})
+        subject = RandomSubject(target, draft_tokens=3, max_sequences=1, context=1024 if self.tiny else 16384)
+        try:
+            bandwidth = read_bandwidth(subject.device)
+            for name, (height, width) in self.sizes().items():
+                self._first_tokens(subject, name, height, width, bandwidth)
+        finally:
+            subject.release()
+
+    def _first_tokens(self, subject: RandomSubject, name: str, height: int, width: int, bandwidth: float) -> None:
+        from ninfer_core.frontend import media
+        from ninfer_core.types import Image
+        from tests.media_files import drawn, encoded
+
+        config = subject.config
+        assert config.vision is not None
+        files, firsts, tokens = [], [], 0
+        settings = dict.fromkeys(("preprocessor_config.json", "video_preprocessor_config.json"), SETTINGS)
+        with mock.patch.object(media, "find_spec", bool):  # images alone need no PyAV
+            loader = media.MediaLoader(settings, config.vision)
+        loader.load(Image(data=encoded(drawn(64, 64), "JPEG")))  # starts the process
+        try:
+            for i in range(2 + self.times):
+                data = encoded(drawn(height - 8, width - 8 - i), "JPEG")
+                began = time.perf_counter()
+                medium = loader.load(Image(data=data))
+                files.append(time.perf_counter() - began)
+                pads = medium.text.count("<|image_pad|>")
+                span, ids = (TEXT // 2, TEXT // 2 + pads), subject.prompt(TEXT, i)
+                prompt = ids[: span[0]] + [config.image_token_id or 0] * pads + ids[span[0] :]
+                tokens = len(prompt)
+                placed: Any = SimpleNamespace(media=medium, spans=(span,))
+                began = time.perf_counter()
+                handle = subject.enqueue(_request(prompt), prompt, 2, i, media=(placed,))
+                next(iter(handle))
+                firsts.append(time.perf_counter() - began)
+                handle.result(600)
+        finally:
+            loader.close()
+        first, file = (statistics.median(values[2:]) for values in (firsts, files))
+        seen = work(config.vision, height // 16 * (width // 16)) / self.rate
+        read = max(operations(config, tokens) / self.rate, _weight_bytes(subject, tokens) / bandwidth)
+        about = {
+            "weights": "random", "route": subject.route, "prompt_tokens": tokens, "file_ms": file * 1e3,
+            "floor_tower_ms": seen * 1e3, "floor_prompt_ms": read * 1e3,
+        }  # fmt: skip
+        found = {"ms": first * 1e3, "floor ms": (seen + read) * 1e3, "share": (seen + read) / first} | about
+        self.record.add(f"35B, {name} image to the first token", found)
+        self._keep(f"first-token-image/{name}", first * 1e3, (seen + read) * 1e3, about)
+
+    def _keep(self, name: str, value: float, floor: float, about: dict[str, Any]) -> None:
+        self.figures.append(Figure(f"qwen3.6-35b-a3b-random/{name}", value, "ms", None, self.times, floor, about))
+
+    def demo(self) -> None:
+        """The demo model from an image file to its first token."""
+        for side in (64,) if self.tiny else (224, 448, 1024):
+            found = first_token(self.device, side, self.times)
+            self.record.add(f"demo model, {side} x {side} pixels to the first token", found)
+
+    def agreement(self) -> None:
+        """An image, a video of two pairs and an image of 1,088 x 1,920 pixels against transformers."""
+        torch.backends.cudnn.allow_tf32 = False  # transformers cuts patches by a convolution
+        dtype, c = torch.float32 if self.tiny else torch.bfloat16, self.config
+        weights = random_weights(c, self.device, dtype)
+        tower, exact, half = (
+            VisionTower(weights, c),
+            *(oracle(weights, c, self.device, d) for d in (torch.float32, dtype)),
+        )
+        cases = {"image": [(1, 16, 20)], "video": [(2, 12, 8)], "both": [(2, 6, 10), (1, 14, 6)]}
+        for name, grids in (cases if self.tiny else cases | {"1080p": [(1, 68, 120)]}).items():
+            count = sum(t * h * w for t, h, w in grids)
+            levels = torch.randint(0, 256, (count, c.patch_dim), device=self.device)
+            rows, grid = (levels / 127.5 - 1).to(dtype), torch.tensor(grids, device=self.device)
+            with torch.inference_mode():
+                want, beside = (getattr(out, "pooler_output", out).float() for out in (
+                    exact(rows.float(), grid_thw=grid), half(rows, grid_thw=grid)
+                ))  # fmt: skip
+            mine, theirs = (
+                float((x.float() - want).norm() / want.norm()) for x in (tower.features(rows, grids), beside)
+            )
+            held = mine <= TOWER and (self.tiny or mine <= BESIDE * theirs)
+            self.failed += not held
+            self.record.add(f"against transformers, {name}", {"error": mine, "theirs in bf16": theirs, "held": held})
+
+
+def _request(prompt: list[int]) -> Any:
+    from ninfer_core.types import Request
+
+    return Request(prompt=tuple(prompt))
+
+
+def _weight_bytes(subject: RandomSubject, tokens: int) -> float:
+    """Bytes of weights that a prompt of so many tokens reads once."""
+    floor = step_floor(subject.config, subject.formats, context=0, sequences=tokens)
+    return floor.weights + floor.experts
+
+
 def first_token(device: str, side: int, times: int) -> dict[str, Any]:
     """Milliseconds from a request with a PNG of `side` x `side` pixels to its first token, each picture another one."""
     from ninfer_core.engine import Engine
@@ -119,63 +282,32 @@ def first_token(device: str, side: int, times: int) -> dict[str, Any]:
     return {"ms": 1e3 * sorted(made[1:])[times // 2], "prompt tokens": tokens}
 
 
-def encodings(record: Record, c: VisionConfig, tower: VisionTower, sizes: Any, rate: float, times: int) -> None:
-    """Time, share of the matrix rate and memory of one image of each size."""
-    device = "cuda" if tower.weights.position.is_cuda else "cpu"
-    for name, (height, width) in sizes.items():
-        patches = height // 16 * (width // 16)
-        picture = torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8).numpy()
-        pixels = SimpleNamespace(frames=picture, mean=(0.5,) * 3, std=(0.5,) * 3)
-
-        def encode(pixels: Any = pixels, grid: Any = (1, height // 16, width // 16)) -> None:
-            encoding = tower.begin(pixels, grid)
-            while not encoding.advance(1 << 62):
-                pass
-
-        took = seconds(encode, device, times)
-        done = work(c, patches) / took
-        found = {"ms": took * 1e3, "TFLOP": work(c, patches) / 1e12, "share of the matrix rate": done / rate}
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            encode()
-            peak = torch.cuda.max_memory_allocated() - before
-            found |= {"peak MiB": peak / 2**20, "planned MiB": tower.workspace(patches) / 2**20}
-        record.add(name, found)
+PARTS = {"tower": Bench.tower, "whole": Bench.whole, "demo": Bench.demo, "agreement": Bench.agreement}
 
 
 def main() -> int:
-    """The tower alone, the demo model, then the comparison with transformers."""
+    """Run the parts asked for; 1 if one failed or a tolerance did not hold."""
     parser = parser_of(__doc__)
+    parser.add_argument("parts", nargs="?", default=",".join(PARTS))
     parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--results", type=Path, metavar="DIR", help="folder of result files")
     options = parser.parse_args()
-    tiny, device = options.tiny, "cpu" if options.tiny else "cuda"
-    model: ModelConfig = QWEN36_35B_A3B
-    c = TINY if tiny else model.vision
-    assert c is not None
-    dtype = torch.float32 if tiny else torch.bfloat16
-    weights = random_weights(c, device, dtype)
-    tower, record = VisionTower(weights, c), Record(options.json, device)
-    frames = torch.randint(0, 256, (1, 256, 320, 3), dtype=torch.uint8, device=device)
-    rows = patch_rows(frames, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, dtype)
-    exact = VisionTower(random_weights(c, device, torch.float32), c).features(rows, [(1, 16, 20)])
-    got = tower.features(rows, [(1, 16, 20)]).float()
-    record.add("against fp32", float((got - exact).norm() / exact.norm()))
-    rate = matrix_rate(device, tiny)
-    record.add("matrix TFLOP/s", rate / 1e12)
-    encodings(record, c, tower, {"small": (256, 320)} if tiny else SIZES, rate, 1 if tiny else options.times)
-    for side in (64,) if tiny else (224, 448, 1024):
+    wanted = options.parts.split(",")
+    if unknown := [part for part in wanted if part not in PARTS]:
+        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    bench = Bench(options)
+    for part in wanted:
         try:
-            found = first_token(device, side, 1 if tiny else options.times)
-        except ImportError as error:  # a package of the media files or the engine's own requests
-            found = {"skipped": str(error)}
-        record.add(f"demo model, {side} x {side} pixels to the first token", found)
-    with torch.inference_mode():  # last, as it needs transformers
-        out = oracle(weights, c, device, dtype)(rows, grid_thw=torch.tensor([[1, 16, 20]], device=device))
-    want = getattr(out, "pooler_output", out).float()
-    record.add("transformers against fp32", float((want - exact).norm() / exact.norm()))
-    record.add("against transformers", float((got - want).norm() / want.norm()))
-    return 0
+            PARTS[part](bench)
+        except ImportError as error:
+            bench.record.add(f"{part}: skipped", str(error))
+        except Exception as error:
+            bench.failed += 1
+            bench.record.add(f"{part}: failed", f"{type(error).__name__}: {error}"[:500])
+    if options.results is not None and not options.tiny:
+        device, command = results.device_of(bench.device), f"python -m tests.bench.vision {options.parts}"
+        results.save(options.results, device, bench.figures, command=command, commit=results.commit_of())
+    return 1 if bench.failed else 0
 
 
 if __name__ == "__main__":

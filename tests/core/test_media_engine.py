@@ -242,3 +242,24 @@ def test_large_media_go_through_the_wide_layers_in_tiles(engine, monkeypatch):
     tiled = tower.begin(pixels, (1, 10, 12))
     assert tiled.advance(1 << 40)
     assert torch.allclose(tiled.features, whole.features, atol=1e-4, rtol=1e-4)
+
+
+def test_the_plan_counts_the_tower_itself(engine):
+    """On a GPU too, where its matrices lie opened in bf16 beside the packed text model."""
+    from ninfer_core import store
+    from ninfer_core.artifact import Artifact
+    from ninfer_core.footprint import fused_footprint
+    from ninfer_core.weights import load_tower
+
+    with Artifact.open(store.demo_path()) as artifact:
+        config, objects = artifact.config, {name: (i.shape, i.format) for name, i in artifact.tensors.items()}
+        weights = load_tower(artifact, config.vision, "cpu", torch.bfloat16)
+    linears = [weights.patch, weights.merger_fc1, weights.merger_fc2]
+    norms = [weights.merger_norm]
+    for block in weights.blocks:
+        linears += [block.qkv, block.output, block.fc1, block.fc2]
+        norms += [block.norm1, block.norm2]
+    tensors = [t for part in linears for t in (part.dense, part.bias)]
+    tensors += [t for part in norms for t in (part.weight, part.bias)] + [weights.position]
+    seen, blind = (fused_footprint(config, objects, vision=vision).weights for vision in (True, False))
+    assert seen - blind == sum(t.nbytes for t in tensors)

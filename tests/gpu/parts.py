@@ -57,6 +57,11 @@ def whole(model: str, part: str) -> Callable[[Path], Command]:
     return lambda file: [*module(*arguments)(file), "--results", str(file.parent / "results")]
 
 
+def vision(file: Path) -> Command:
+    """Images, with a result file beside the others."""
+    return [*module("tests.bench.vision")(file), "--results", str(file.parent / "results")]
+
+
 ENGINE = ("jinja2", "tokenizers", "llguidance")
 """What an engine with text imports."""
 
@@ -101,7 +106,8 @@ PARTS: tuple[Part, ...] = (
     Part("prefill-warm-35b", "prefill, 35B, with plans made ahead",
          module("tests.bench.prefill", "--model", "35b", "--warm", "--lengths", "7680,130048", "--repeats", "1"), 60,
          interpreted=True),
-    Part("vision", "the tower, and an image to the first token", module("tests.bench.vision"), 70, (*ENGINE, "PIL")),
+    Part("vision", "the tower against transformers, and images to the first token", vision, 110,
+         (*ENGINE, "PIL", "transformers")),
     Part("http-35b", "one stream over each API against the same in process, 35B, 64 idle connections",
          module("tests.bench.http", "--random-weights", "35b-a3b"), 150,
          (*ENGINE, "fastapi", "uvicorn", "zstandard", "prometheus_client")),
