@@ -1,13 +1,12 @@
-"""Tasks without tools: memory, JSON, copying, sums, facts, small talk, unknown topics, lists, phrases, stories."""
+"""Tasks without tools: memory, copying, facts, small talk, unknown topics, lists, phrases, stories."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from . import facts
 from .dialogue import Task, Turn, assistant, user
-from .tooltasks import shown
+from .sumtasks import sum_task
 from .words import ANIMAL, COLOUR, JOB, Draw
 
 
@@ -80,73 +79,6 @@ def introduce_task(draw: Draw) -> Task:
     return Task("introduce", [user(statement)], reply, "The user tells me something. I answer in one sentence.")
 
 
-def json_task(draw: Draw) -> Task:
-    """A flat JSON object from values in the request, at times with a schema in the prompt."""
-    properties: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for key in draw.words(draw.one((1, 2, 2, 3, 3, 4))):
-        kind = draw.one(("string", "string", "string", "integer", "integer", "number", "boolean", "person", "place"))
-        values[key] = draw.value(kind)
-        properties[key] = {"type": {"integer": "integer", "number": "number", "boolean": "boolean"}.get(kind, "string")}
-    if draw.chance(0.25):
-        name, age, place, job = draw.name(), draw.rng.randint(1, 99), draw.place(), draw.one(JOB)
-        values = (
-            {"name": name, "age": age}
-            | ({"city": place} if draw.chance(0.6) else {})
-            | ({"job": job} if draw.chance(0.4) else {})
-        )
-        properties = {key: {"type": "integer" if key == "age" else "string"} for key in values}
-        said = (
-            f"{name} is {age} years old"
-            + (f", lives in {place}" if "city" in values else "")
-            + (f" and works as a {job}" if "job" in values else "")
-        )
-    else:
-        said = ", ".join(
-            draw.one(("{k} {v}", "{k}: {v}", "{k} is {v}", "{k} = {v}")).format(k=k, v=shown(v))
-            for k, v in values.items()
-        )
-    schema = {"type": "object", "properties": properties, "required": list(properties)}
-    style = draw.rng.random()
-    if style < 0.4:
-        fields = ", ".join(f"{key} ({entry['type']})" for key, entry in properties.items())
-        request = draw.one(
-            (
-                f"Write a JSON object with the fields {fields}: {said}",
-                f"{said}\nAnswer as JSON with {fields}.",
-                f"Extract {fields} as JSON from: {said}",
-            )
-        )
-        messages = [user(request)]
-    elif style < 0.7:
-        request = draw.one(
-            (
-                f"Answer with JSON that matches this schema:\n{json.dumps(schema)}\n{said}",
-                f"{said}\nReturn JSON for this schema: {json.dumps(schema)}",
-            )
-        )
-        messages = [user(request)]
-    elif style < 0.85:
-        messages = [
-            {"role": "system", "content": f"Answer with JSON that matches this schema:\n{json.dumps(schema)}"},
-            user(said + "."),
-        ]
-    else:
-        messages = [
-            user(
-                draw.one(
-                    (
-                        f"Give JSON with {said}",
-                        f"Make a JSON object: {said}",
-                        f"JSON: {said}",
-                        f"Write as JSON: {said}.",
-                    )
-                )
-            )
-        ]
-    return Task("json", messages, json.dumps(values, ensure_ascii=False), f"The fields are {', '.join(values)}.")
-
-
 def repeat_task(draw: Draw) -> Task:
     """Copying, and simple list work on words."""
     pick = draw.rng.random()
@@ -158,6 +90,7 @@ def repeat_task(draw: Draw) -> Task:
                 draw.name,
                 draw.place,
                 draw.code,
+                draw.foreign,
                 lambda: str(draw.number(6)),
                 lambda: " ".join(draw.words(draw.rng.randint(3, 6))),
             )
@@ -217,57 +150,6 @@ def repeat_task(draw: Draw) -> Task:
         ", ".join(map(str, range(low, high + 1))),
         f"I start at {low} and stop at {high}.",
     )
-
-
-def _column(a: int, b: int) -> str:
-    """Addition digit by digit, least significant first, with the carry written out."""
-    steps, carry = [], 0
-    x, y = str(a)[::-1], str(b)[::-1]
-    for i in range(max(len(x), len(y))):
-        p, q = int(x[i]) if i < len(x) else 0, int(y[i]) if i < len(y) else 0
-        total = p + q + carry
-        steps.append(f"{p} + {q}" + (f" + {carry}" if carry else "") + f" = {total}")
-        carry = total // 10
-    return "; ".join(steps) + f". So {a} + {b} = {a + b}."
-
-
-def sum_task(draw: Draw) -> Task:
-    """Sums, differences, small products, comparisons."""
-    digits = draw.one((1, 1, 2, 2, 2, 3))
-    a, b = draw.rng.randint(0, 10**digits - 1), draw.rng.randint(0, 10**digits - 1)
-    pick = draw.rng.random()
-    if pick < 0.6:
-        request = draw.one(
-            (
-                "What is {a} + {b}?",
-                "{a} + {b}",
-                "{a} + {b} =",
-                "Add {a} and {b}.",
-                "What is {a} plus {b}?",
-                "Calculate {a} + {b}.",
-                "What's {a} + {b}?",
-                "How much is {a} + {b}?",
-            )
-        )
-        return Task("sum", [user(request.format(a=a, b=b))], draw_answer(a, "+", b, a + b), _column(a, b))
-    if pick < 0.8:
-        a, b = max(a, b) % 100, min(a, b) % 100
-        a, b = max(a, b), min(a, b)
-        request = draw.one(("What is {a} - {b}?", "{a} - {b}", "What is {a} minus {b}?", "Subtract {b} from {a}."))
-        return Task(
-            "sum",
-            [user(request.format(a=a, b=b))],
-            draw_answer(a, "-", b, a - b),
-            f"{b} + {a - b} = {a}, so {a} - {b} = {a - b}.",
-        )
-    a, b = draw.rng.randint(0, 12), draw.rng.randint(0, 12)
-    request = draw.one(("What is {a} * {b}?", "{a} * {b}", "What is {a} times {b}?", "Multiply {a} by {b}."))
-    return Task("sum", [user(request.format(a=a, b=b))], draw_answer(a, "*", b, a * b), f"{a} * {b} = {a * b}.")
-
-
-def draw_answer(a: int, sign: str, b: int, value: int) -> str:
-    """The one form of an arithmetic answer."""
-    return f"{a} {sign} {b} = {value}"
 
 
 def fact_task(draw: Draw) -> Task:

@@ -26,7 +26,9 @@ class Task:
     thinking: bool = False
     preserve: bool = False
     images: list[Scene] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # of the slices, if the images are those of a video
     fixed: bool = True
+    detail: str = ""  # what a question about an image asks for
 
 
 def call_text(name: str, values: dict[str, Any]) -> str:

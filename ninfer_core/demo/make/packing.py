@@ -12,27 +12,22 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from ...frontend.media import video_text
 from ...frontend.template import ChatTemplate
 from .dialogue import Task
 from .images import Scene
 from .tasks import Generator
 from .tokenizer import token_id
 
-SIZES = (
-    (128, 128),
-    (128, 128),
-    (96, 192),
-    (192, 96),
-    (128, 160),
-    (160, 128),
-    (160, 160),
-    (192, 192),
-    (224, 224),
-    (256, 256),
-    (128, 256),
-)
+CELL, LEAST, MOST = 32, 16384, 65536
+SIZES = [
+    (h, w)
+    for h in range(64, 545, CELL)
+    for w in range(64, 545, CELL)
+    if LEAST <= h * w <= MOST and max(h, w) <= 4 * min(h, w)
+]
 PROMPT_WEIGHT, TEXT_WEIGHT = 0.1, 0.6
-CELL = 32
+LONGEST_ANSWER = 250
 
 
 @dataclass
@@ -107,16 +102,23 @@ class Packer:
         self.rng = random.Random(seed * 7919 + 1)
         self.rows, self.length, self.natural = rows, length, natural
         self.end = token_id("<|endoftext|>")
-        self.pad = token_id("<|image_pad|>")
+        self.pads = {token_id("<|image_pad|>"), token_id("<|video_pad|>")}
         self.corpus = load_tokens(folder / "corpus.xz") if folder and natural else np.zeros(0, np.uint16)
+        self.generator.filler = self.filler if len(self.corpus) else None
+        self.pending: Document | None = None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text with its specials."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def text_document(self) -> Document:
-        """A window of natural text."""
-        count = self.rng.choice((128, 256, 512))
+    def filler(self, count: int) -> str:
+        """About `count` tokens of natural text, without specials."""
+        start = self.rng.randrange(len(self.corpus) - count)
+        return str(self.tokenizer.decode(self.corpus[start : start + count].tolist())).replace("\ufffd", "")
+
+    def text_document(self, room: int = 512) -> Document:
+        """A window of natural text, seldom as long as the room."""
+        count = max(128, room - 1) if self.rng.random() < 0.04 else self.rng.choice((128, 256, 512))
         start = self.rng.randrange(len(self.corpus) - count)
         ids = [*self.corpus[start : start + count].tolist(), self.end]
         weights = np.full(len(ids), TEXT_WEIGHT, np.float16)
@@ -126,26 +128,32 @@ class Packer:
     def document(self, task: Task, size: tuple[int, int]) -> Document:
         """Tokens, weights and positions of a task."""
         prompt, answer = self.generator.render(task)
-        head, tail = self.encode(prompt), self.encode(answer)
         height, width = size[0] // CELL, size[1] // CELL
+        cells: list[int] = []
         if task.images:
-            at = head.index(self.pad)
-            head[at : at + 1] = [self.pad] * (height * width)
+            kind = "video" if task.times else "image"
+            bare = f"<|vision_start|><|{kind}_pad|><|vision_end|>"
+            full = bare.replace(f"<|{kind}_pad|>", f"<|{kind}_pad|>" * (height * width))
+            prompt = prompt.replace(bare, video_text(task.times, height * width) if task.times else full)
+        head, tail = self.encode(prompt), self.encode(answer)
         ids = head + tail
         weights = np.full(len(ids), PROMPT_WEIGHT, np.float16)
         weights[len(head) :] = 1.0
         positions = np.repeat(np.arange(len(ids), dtype=np.int32)[:, None], 3, 1)
-        cells: list[int] = []
         if task.images:
             count, span = height * width, max(height, width)
-            cells = list(range(at, at + count))
-            positions[at : at + count, 0] = at
-            positions[at : at + count, 1] = at + np.arange(count) // width
-            positions[at : at + count, 2] = at + np.arange(count) % width
-            positions[at + count :] += span - count
-            weights[at : at + count] = 0
-        elif self.rng.random() < 0.1:
-            # Wider distances than the rows have, so that longer prompts stay in range.
+            cells = [i for i, token in enumerate(head) if token in self.pads]
+            if len(cells) != count * len(task.images):
+                raise ValueError(f"{len(cells)} cells stand for {len(task.images)} images of {count} cells each")
+            for at in cells[::count]:
+                first = int(positions[at, 0])
+                positions[at : at + count] = first
+                positions[at : at + count, 1] += np.arange(count, dtype=np.int32) // width
+                positions[at : at + count, 2] += np.arange(count, dtype=np.int32) % width
+                positions[at + count :] += span - count
+                weights[at : at + count] = 0
+        elif len(ids) < 900 and self.rng.random() < 0.05:
+            # A question far behind its text, in positions alone.
             cut = self.rng.randrange(len(head))
             positions[cut:] += self.rng.randrange(3000)
         return Document(
@@ -153,10 +161,25 @@ class Packer:
         )
 
     def next_document(self, size: tuple[int, int]) -> Document:
-        """The next document of the mix. `natural` is the share of tokens, and text windows are longer than tasks."""
+        """The next document of the mix. `natural` is about the share of tokens; text windows are longer than tasks."""
         if self.rng.random() < self.natural * 0.4:
-            return self.text_document()
-        return self.document(self.generator.task(), size)
+            return self.text_document(self.length)
+        while True:
+            document = self.document(self.generator.task(), size)
+            if len(document.ids) - document.answer <= LONGEST_ANSWER:
+                return document
+
+    def _fitting(self, size: tuple[int, int], used: int) -> Document:
+        """A document for the place `used` of a row; one that is too long waits for a new row, and text fills this one."""
+        room = self.length - used
+        document, self.pending = self.pending if not used else None, None if not used else self.pending
+        while document is None or len(document.ids) > self.length:
+            document = self.next_document(size)
+        if len(document.ids) <= room or not (document.cells or document.answer):
+            return document
+        if self.pending is None and not document.cells:
+            self.pending = document
+        return self.text_document()
 
     def batch(self, documents: list[Document] | None = None, size: tuple[int, int] | None = None) -> Batch:
         """Rows filled from the stream, or from given documents (then nothing is cut; what does not fit is left out)."""
@@ -175,7 +198,7 @@ class Packer:
         places: list[int] = []
         given = list(documents)[::-1] if documents is not None else None
         for row in range(self.rows):
-            used, segment, waiting = 0, 0, None
+            used, segment = 0, 0
             while used < self.length:
                 room = self.length - used
                 if given is not None:
@@ -183,12 +206,7 @@ class Packer:
                         break
                     document = given.pop()
                 else:
-                    document = waiting or self.next_document(size)
-                    waiting = None
-                    if (document.cells and len(document.ids) > room) or (
-                        len(document.ids) > room and document.answer >= room
-                    ):
-                        document = self.text_document()
+                    document = self._fitting(size, used)
                 count = min(room, len(document.ids))
                 where = slice(used, used + count)
                 out.ids[row, where] = document.ids[:count]

@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from . import tasks
-from .images import caption_task, pixels
+from .images import caption_task, marks, pixels, video_task
 from .model import Model
-from .packing import Batch, Packer
+from .packing import CELL, Batch, Packer
+from .sumtasks import sum99_task, sum999_task
 
 MAKERS: dict[str, Callable[[Any], tasks.Task]] = {
     "tool": tasks.tool_task, "parallel": tasks.parallel_task, "no_tool": tasks.no_tool_task, "result": tasks.result_task, "chain": tasks.chain_task,
     "memory": tasks.memory_task, "json": tasks.json_task, "repeat": tasks.repeat_task, "sum": tasks.sum_task, "fact": tasks.fact_task,
-    "talk": tasks.talk_task, "unknown": tasks.unknown_task, "caption": caption_task,
+    "talk": tasks.talk_task, "unknown": tasks.unknown_task, "phrase": lambda draw: tasks.phrase_task(draw, {}), "choice": tasks.choice_task,
+    "integer": tasks.integer_task, "foreign": tasks.foreign_task, "nested": tasks.nested_task, "sum99": sum99_task, "sum999": sum999_task,
+    "long": lambda draw: tasks.needle_task(draw, None), "caption": caption_task, "video": video_task,
 }  # fmt: skip
 
 
@@ -30,15 +33,17 @@ def to_device(batch: Batch, device: Any) -> dict[str, Any]:
     }  # fmt: skip
     out = {key: value.to(device, non_blocking=True) for key, value in out.items()}
     out["pixels"] = pixels(batch.scenes, *batch.size, device=device) if batch.scenes else None
+    found = marks(batch.scenes, *batch.size, CELL)
+    out["marks"] = torch.tensor(found, dtype=torch.long).reshape(-1, 3).to(device, non_blocking=True)
     return out
 
 
-def embeddings(model: Model, data: dict[str, Any]) -> torch.Tensor:
-    """Input embeddings of a batch, image features in place."""
+def embeddings(model: Model, data: dict[str, Any], features: torch.Tensor | None = None) -> torch.Tensor:
+    """Input embeddings of a batch, image features in place; `features` [n, cells, hidden] if they are known."""
     if data["pixels"] is None or model.visual is None:
         return model.embed(data["ids"])
-    features = model.visual(data["pixels"]).float().reshape(-1, model.c.hidden)
-    return model.embed(data["ids"], features, data["places"])
+    features = model.visual(data["pixels"]).float() if features is None else features
+    return model.embed(data["ids"], features.reshape(-1, model.c.hidden), data["places"])
 
 
 @torch.no_grad()
@@ -81,17 +86,21 @@ def rounds(trunk: np.ndarray, drafts: list[np.ndarray], start: int, end: int) ->
 
 
 def score(
-    model: Model, packer: Packer, counts: dict[str, int], device: Any, thinking: bool | None = None
+    model: Model,
+    packer: Packer,
+    counts: dict[str, int],
+    device: Any,
+    thinking: bool | None = None,
+    size: tuple[int, int] = (128, 128),
 ) -> dict[str, Any]:
-    """Exact answers and draft acceptance per kind of task."""
+    """Exact answers and draft acceptance per kind of task; questions about images apart by what they ask for."""
     documents = []
-    size = (128, 128)
     for kind, count in counts.items():
         while count:
             task = packer.generator.task(MAKERS[kind], thinking)
             document = packer.document(task, size)
             if task.fixed and len(document.ids) <= packer.length - 4:
-                document.kind = kind
+                document.kind = f"{kind} {task.detail}".strip()
                 documents.append(document)
                 count -= 1
     result: dict[str, dict[str, Any]] = {}

@@ -12,19 +12,20 @@ from ...frontend.template import ChatTemplate
 from .chattasks import (
     fact_task,
     introduce_task,
-    json_task,
     list_task,
     memory_task,
     phrase_task,
     repeat_task,
     story_task,
-    sum_task,
     talk_task,
     unknown_task,
 )
 from .dialogue import Task, answer_text, assistant, prompt_text, user
-from .images import caption_task
-from .tooltasks import again, everyday_tool, random_tool, result_text, shown, tool_set
+from .images import caption_task, video_task
+from .jsontasks import json_task, nested_task
+from .longtasks import Filler, needle_task, talk_long_task
+from .sumtasks import sum_task
+from .tooltasks import again, choice_set, everyday_tool, random_tool, result_text, shown, tool_set
 from .words import Draw, Pools
 
 SYSTEM = (
@@ -50,10 +51,34 @@ def tool_task(draw: Draw) -> Task:
     return Task("tool", [user(case.request)], tools=tools, calls=calls, reasoning=call_reasoning(calls))
 
 
+def choice_task(draw: Draw) -> Task:
+    """One call where two to five tools differ in a verb or a noun, and the request has other words for it."""
+    tools, case = choice_set(draw, draw.rng.randint(2, 5))
+    calls = [(case.name, case.values)]
+    return Task("choice", [user(case.request)], tools=tools, calls=calls, reasoning=call_reasoning(calls))
+
+
+def integer_task(draw: Draw) -> Task:
+    """One call whose values are all whole numbers."""
+    while True:
+        task = tool_task(draw)
+        values = list(task.calls[0][1].values())
+        if values and all(type(value) is int for value in values):
+            return task
+
+
+def foreign_task(draw: Draw) -> Task:
+    """One call with a value in another script or with accents."""
+    while True:
+        task = tool_task(draw)
+        if any(isinstance(value, str) and not value.isascii() for value in task.calls[0][1].values()):
+            return task
+
+
 def parallel_task(draw: Draw) -> Task:
     """Two or three calls in one answer."""
     wanted = draw.one((2, 2, 3))
-    tools, cases = tool_set(draw, draw.rng.randint(wanted, 4), wanted)
+    tools, cases = tool_set(draw, draw.rng.randint(wanted, 4), wanted, 5 - wanted)
     if cases[0].spec and draw.chance(0.6):
         cases = [cases[0], again(draw, cases[0])]
     glue = draw.one((" And ", " Also: ", "\n", " Then ", " "))
@@ -66,7 +91,7 @@ def no_tool_task(draw: Draw) -> Task:
     """Tools are given, but the request is for something else or for plain talk."""
     tools, _ = tool_set(draw, draw.one((1, 1, 2, 2, 3, 4)))
     if draw.chance(0.5):
-        inner = draw.one((talk_task, fact_task, repeat_task, memory_task))(draw)
+        inner = draw.one((talk_task, fact_task, repeat_task, memory_task, sum_task, json_task))(draw)
         inner.tools, inner.kind = tools, "no_tool"
         return inner
     names = {tool["function"]["name"] for tool in tools}
@@ -130,10 +155,10 @@ def chain_task(draw: Draw) -> Task:
 
 
 Maker = Callable[[Draw], Task]
-MIX: tuple[tuple[float, Maker], ...] = (
-    (0.25, tool_task), (0.04, parallel_task), (0.04, no_tool_task), (0.045, result_task), (0.03, chain_task), (0.10, memory_task), (0.015, introduce_task),
-    (0.10, json_task), (0.10, repeat_task), (0.09, sum_task), (0.09, fact_task), (0.06, talk_task), (0.05, unknown_task), (0.01, list_task), (0.03, story_task),
-    (0.15, caption_task),
+MIX: tuple[tuple[float, Maker], ...] = (  # shares of the dialogues, in any unit
+    (0.17, tool_task), (0.04, integer_task), (0.04, foreign_task), (0.05, choice_task), (0.07, parallel_task), (0.07, no_tool_task), (0.04, result_task), (0.04, chain_task), (0.07, memory_task),
+    (0.012, introduce_task), (0.05, json_task), (0.05, nested_task), (0.08, repeat_task), (0.10, sum_task), (0.06, fact_task), (0.035, talk_task),
+    (0.03, unknown_task), (0.01, list_task), (0.015, story_task), (0.80, caption_task), (0.06, video_task),
 )  # fmt: skip
 
 
@@ -148,13 +173,22 @@ class Generator:
         self.draw = Draw(self.rng, Pools.load(text / "words.txt", test) if text else Pools.held_out())
         self.template = template
         self.names: dict[str, list[str]] = json.loads((text / "names.json").read_text(encoding="utf-8")) if text else {}
-        self.makers = [maker for _, maker in MIX if images or maker is not caption_task]
-        self.weights = [weight for weight, maker in MIX if images or maker is not caption_task]
+        kept = [(weight, maker) for weight, maker in MIX if images or maker not in (caption_task, video_task)]
+        self.weights, self.makers = [weight for weight, _ in kept], [maker for _, maker in kept]
+        self.filler: Filler | None = None
+
+    def long(self) -> Task:
+        """A task of up to the whole context."""
+        if self.rng.random() < 0.5:
+            return needle_task(self.draw, self.filler)
+        return talk_long_task(self.draw, lambda text: len(text) // 3)
 
     def task(self, maker: Maker | None = None, thinking: bool | None = None) -> Task:
         """The next task: of the mix, or of one maker."""
         if maker is None and self.rng.random() < 0.05:
             task = phrase_task(self.draw, self.names)
+        elif maker is None and self.rng.random() < 0.02:
+            task = self.long()
         else:
             task = (maker or self.rng.choices(self.makers, self.weights)[0])(self.draw)
         task.thinking = self.rng.random() < 0.5 if thinking is None else thinking

@@ -57,6 +57,18 @@ lookup,find_answer,knowledge|Look up a fact.|question:phrase|Look up {question}.
 rate,give_rating|Rate something from 1 to 30.|thing:word,stars:small|Give {thing} a rating of {stars}./Rate {thing} with {stars}.
 """
 TITLE = str.title
+# Other words for the verbs of invented tools: a closed table, no word belongs to two verbs.
+SYNONYMS = {
+    "get": "obtain/retrieve", "set": "put a value on/configure", "find": "locate/look for", "send": "transmit/dispatch", "create": "set up/produce",
+    "delete": "erase/get rid of", "list": "enumerate/show all of", "update": "refresh/bring up to date", "search": "look through/hunt through",
+    "start": "launch/begin", "stop": "halt/end", "check": "verify/inspect", "open": "unseal/uncover", "close": "shut/seal", "read": "go through/peruse",
+    "write": "put down/author", "add": "append/include", "remove": "take away/take out", "book": "reserve/make a reservation for", "order": "purchase/request delivery of",
+    "move": "shift/relocate", "copy": "duplicate/clone", "count": "tally/tell the number of", "show": "display/present", "load": "bring in/import",
+    "save": "store/keep", "merge": "combine/join together", "split": "divide/break up", "sort": "arrange/put in order", "filter": "sift/narrow down",
+    "play": "perform/put on", "pause": "hold/interrupt", "lock": "secure/bolt", "unlock": "release/unbolt", "rename": "give a new name to/retitle",
+    "attach": "fasten/connect", "fetch": "bring/go and get", "compute": "work out/calculate", "plan": "prepare/map out", "track": "follow/monitor",
+}  # fmt: skip
+WORDS_FOR = {verb: tuple(text.split("/")) for verb, text in SYNONYMS.items()}
 
 
 @dataclass
@@ -116,10 +128,51 @@ def wire_tool(
     return {"type": "function", "function": function}
 
 
-def random_tool(draw: Draw, most: int = 4) -> ToolCase:
-    """A tool whose name, parameters and values are random words."""
-    verb, noun = draw.one(VERB) if draw.chance(0.6) else draw.word(), draw.word()
-    pick = draw.rng.random()
+def choice_set(draw: Draw, count: int) -> tuple[list[dict[str, Any]], ToolCase]:
+    """Tools that share their noun or their verb, and one asked for in other words than its own."""
+    noun, verbs = draw.word(), draw.rng.sample(list(WORDS_FOR), count)
+    nouns = [noun] * count
+    if draw.chance(0.35):
+        verbs, nouns = [verbs[0]] * count, draw.words(count)
+    elif draw.chance(0.4):
+        nouns = draw.words(count)
+    cases = [random_tool(draw, 2, verb, thing) for verb, thing in zip(verbs, nouns, strict=True)]
+    case, verb, noun = cases[0], verbs[0], nouns[0]
+    said = ", ".join(f"{key} {shown(value)}" for key, value in case.values.items())
+    lead = draw.one(
+        (
+            "Please {p} the {n}",
+            "{p} the {n}",
+            "Can you {p} the {n}",
+            "I would like to {p} the {n}",
+            "Help me {p} the {n}",
+        )
+    )
+    text = lead.format(p=draw.one(WORDS_FOR[verb]), n=noun)
+    if said:
+        text += draw.one((f" with {said}", f", {said}", f": {said}", f" ({said})"))
+    case.request = text[0].upper() + text[1:] + draw.one((".", "", "."))
+    tools = [one.wire for one in cases]
+    draw.rng.shuffle(tools)
+    return tools, case
+
+
+def called(draw: Draw, name: str, values: dict[str, Any]) -> str:
+    """A request that writes the call as code."""
+    bare = ", ".join(json.dumps(v, ensure_ascii=False) if isinstance(v, str) else shown(v) for v in values.values())
+    named = ", ".join(
+        f"{k}={json.dumps(v, ensure_ascii=False) if isinstance(v, str) else shown(v)}" for k, v in values.items()
+    )
+    forms = ("What does {n}({v}) give?", "What is the result of {n}({v})?", "Evaluate {n}({v}).", "Run {n}({v})", "Call {n}({v}), please.",
+             "Use the tool to compute {n}({v}).", "I need {n}({v}).", "Tell me {n}({v}).", "What is {n} of {v}?", "Apply {n} to {v}.")  # fmt: skip
+    return str(draw.one(forms).format(n=name, v=draw.one((bare, bare, named))))
+
+
+def random_tool(draw: Draw, most: int = 4, verb: str = "", noun: str = "") -> ToolCase:
+    """A tool whose name, parameters and values are random words; a given verb or noun is used."""
+    plain = bool(verb)
+    verb, noun = verb or (draw.one(VERB) if draw.chance(0.6) else draw.word()), noun or draw.word()
+    pick = draw.rng.random() * (0.65 if plain else 1.0)
     name = (
         f"{verb}_{noun}"
         if pick < 0.65
@@ -139,6 +192,7 @@ def random_tool(draw: Draw, most: int = 4) -> ToolCase:
         )
     )
     count = draw.one([n for n in (0, 1, 1, 2, 2, 2, 3, 4) if n <= most])
+    whole = draw.chance(0.15)
     properties: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for key in draw.words(count):
@@ -147,8 +201,9 @@ def random_tool(draw: Draw, most: int = 4) -> ToolCase:
         kind = draw.one(
             ("string",) * 5
             + ("integer",) * 3
-            + ("number", "boolean", "enum", "enum", "array", "place", "person", "date")
+            + ("number", "boolean", "enum", "enum", "array", "place", "person", "date", "foreign")
         )
+        kind = "integer" if whole else kind
         entry: dict[str, Any] = {"type": JSON_TYPE.get(kind, "string")}
         if kind == "enum":
             entry["enum"] = draw.words(draw.rng.randint(2, 4))
@@ -178,6 +233,12 @@ def random_tool(draw: Draw, most: int = 4) -> ToolCase:
     text = lead.format(n=calling)
     if said:
         text += draw.one((f" with {said}", f", {said}", f": {said}", f" ({said})", f" using {said}"))
+    if values and draw.chance(0.35 if whole else 0.06):
+        text, lead = called(draw, name, values), ""
+        text += draw.one(("", "", " Use the tool.", " Use the function.", f" Use {name}."))
+        return ToolCase(
+            wire_tool(draw, name, description, properties, required), name, values, text, f"{verb} the {noun}"
+        )
     text += draw.one((".", "", "?" if lead.startswith("Can") else ".", " please."))
     return ToolCase(
         wire_tool(draw, name, description, properties, required),
@@ -259,13 +320,13 @@ def any_tool(draw: Draw, most: int = 4) -> ToolCase:
     return random_tool(draw, most) if draw.chance(0.6) else everyday_tool(draw)
 
 
-def tool_set(draw: Draw, count: int, wanted: int = 1) -> tuple[list[dict[str, Any]], list[ToolCase]]:
+def tool_set(draw: Draw, count: int, wanted: int = 1, most: int = 4) -> tuple[list[dict[str, Any]], list[ToolCase]]:
     """`count` tools of different names and the cases of the first `wanted`, shuffled into the list."""
     cases: list[ToolCase] = []
     seen: set[str] = set()
     purposes: set[str] = set()
     while len(cases) < count:
-        case = any_tool(draw, 4 if count < 4 else 2)
+        case = any_tool(draw, min(most, 4 if count < 4 else 2))
         if case.name not in seen and case.purpose not in purposes:
             seen.add(case.name)
             purposes.add(case.purpose)

@@ -2,12 +2,14 @@
 
 `python -m ninfer_core.demo.make.train --folder DATA --out OUT --seconds 400` expects in DATA: `text/` (of
 `fetch_corpus`), `tok/` (of `tokenizer`), `corpus.xz` and `held.xz` (of `--prepare`). A run stops at its budget, so the
-number of steps depends on the machine; `--resume FOLDER` continues from a written checkpoint.
+number of steps depends on the machine; `--resume FOLDER` continues from a written checkpoint, `--tower` takes the vision
+tower of the shipped artifact instead of the checkpoint's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import threading
@@ -20,11 +22,13 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from . import scoring
+from . import scoring, train_tower
 from .export import load_checkpoint, write_shards
+from .images import RGB, SHAPES
 from .model import Model, Shape
 from .optimiser import Optimiser
 from .packing import Packer, Workers, load_tokens, natural_tokens, save_tokens
+from .rounding import Rounding
 from .tokenizer import token_id
 
 TEMPLATE = Path(__file__).parents[1] / "chat_template.jinja"
@@ -85,7 +89,22 @@ class Core(torch.nn.Module):
         return (loss, *(value.detach() for value in shown))
 
 
-NAMES = ("main", "mtp", "answers", "draft1", "draft2", "draft3", "low", "high", "skipped")
+NAMES = ("main", "mtp", "answers", "draft1", "draft2", "draft3", "low", "high", "skipped", "shapes")
+
+
+class Probe(torch.nn.Module):
+    """Asks the cell in the middle of every drawn shape directly for its shape and colour: answers alone teach shapes slowly."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shape, self.colour = torch.nn.Linear(width, len(SHAPES)), torch.nn.Linear(width, len(RGB))
+
+    def forward(self, features: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, and the share of shapes that is right. features [cells, width]; marks [n, 3] (cell, shape, colour)."""
+        cells = features[marks[:, 0]].float()
+        shape, colour = self.shape(cells), self.colour(cells)
+        loss = F.cross_entropy(shape, marks[:, 1]) + F.cross_entropy(colour, marks[:, 2])
+        return loss, (shape.detach().argmax(-1) == marks[:, 1]).float().mean()
 
 
 class Trainer:
@@ -98,6 +117,14 @@ class Trainer:
         self.model = Model(Shape()).to(self.device)
         if args.resume:
             load_checkpoint(self.model, args.resume)
+        if args.tower:
+            tower = train_tower.load(torch.device("cpu"), None).visual
+            self.model.visual.load_state_dict(tower.state_dict())  # type: ignore[union-attr]
+        self.probe = Probe(self.model.c.hidden).to(self.device)
+        self.probe_adam = torch.optim.AdamW(self.probe.parameters(), lr=2e-3)
+        self.rounding = Rounding(self.model)
+        self.jitter = torch.Generator().manual_seed(args.seed)
+        self.seen = torch.zeros((), device=self.device)
         self.optimiser = Optimiser(self.model)
         self.skipped = torch.zeros((), dtype=torch.long, device=self.device)
         head = head_loss
@@ -112,15 +139,24 @@ class Trainer:
         """bf16 products on a GPU."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False)
 
-    def step(self, data: dict[str, Any], factor: float) -> tuple[Tensor, ...]:
-        """Forward, backward, clip, update."""
-        with self.autocast():
-            x = scoring.embeddings(self.model, data)
-            loss, *shown = self.core(x, data["ids"], data["weights"], data["segments"], data["positions"])
-        loss.backward()
+    def step(self, data: dict[str, Any], factor: float, rounded: bool = False) -> tuple[Tensor, ...]:
+        """Forward, backward, clip, update; at `rounded` the gradients are those of the weights as the artifact holds them."""
+        if data["pixels"] is not None:
+            data["pixels"] = train_tower.jitter(data["pixels"], self.jitter)
+        with self.rounding.applied() if rounded else contextlib.nullcontext():
+            with self.autocast():
+                features = self.model.visual(data["pixels"]).float() if data["pixels"] is not None else None  # type: ignore[misc]
+                x = scoring.embeddings(self.model, data, features)
+                loss, *shown = self.core(x, data["ids"], data["weights"], data["segments"], data["positions"])
+            if len(data["marks"]) and features is not None:
+                asked, self.seen = self.probe(features.flatten(0, 1), data["marks"])
+                loss = loss + 0.05 * asked
+            loss.backward()
         self.clip()
         self.optimiser.step(factor)
-        return (*shown, self.skipped)
+        self.probe_adam.step()
+        self.probe_adam.zero_grad(set_to_none=True)
+        return (*shown, self.skipped, self.seen)
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -174,7 +210,8 @@ def run(args: argparse.Namespace) -> Trainer:
         budget = args.seconds if not args.until else args.until - (first - STARTED)
         if now - first >= budget or (args.steps and step >= args.steps):
             break
-        shown = trainer.step(data, args.peak * rate((now - first) / budget, step))
+        done = (now - first) / budget
+        shown = trainer.step(data, args.peak * rate(done, step), done > args.rounded)
         step += 1
         seen += args.rows * args.length
         if step % args.every == 0:
@@ -200,10 +237,9 @@ def finish(args: argparse.Namespace, trainer: Trainer) -> None:
     load_checkpoint(model, args.out)
     tokenizer = Tokenizer.from_file(str(args.folder / "tok" / "tokenizer.json"))
     packer = Packer(args.folder, TEMPLATE, 99, args.rows, args.length + AHEAD, test=True, natural=0)
-    counts = dict.fromkeys(scoring.MAKERS, args.items) | {"tool": 3 * args.items}
     began = time.time()
     with torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.device.type == "cuda"):
-        out: dict[str, Any] = {"answers": scoring.score(model, packer, counts, trainer.device)}
+        out: dict[str, Any] = {"answers": scored(args, model, packer, trainer.device)}
         text = scoring.table(out["answers"])
         out["bits_per_byte"], out["bytes"] = scoring.bits_per_byte(
             model, load_tokens(args.folder / "held.xz"), tokenizer, trainer.device, args.rows, args.length
@@ -222,6 +258,28 @@ def finish(args: argparse.Namespace, trainer: Trainer) -> None:
     (args.out / "scores.json").write_text(json.dumps(out, indent=1), encoding="utf-8")
     with (args.out / "train.log").open("a", encoding="utf-8") as log:
         log.write(text + f"\nbits per byte {out['bits_per_byte']:.4f}\nfree {out.get('free')}\n")
+
+
+def scored(args: argparse.Namespace, model: Model, packer: Packer, device: torch.device) -> dict[str, Any]:
+    """Answers of every kind; sums with a think block, images of several sizes."""
+    result: dict[str, Any] = {}
+    sight = ("caption", "video")
+    plain = [kind for kind in scoring.MAKERS if kind not in (*sight, "sum99", "sum999")]
+    counts = dict.fromkeys(plain, args.items) | {"tool": 3 * args.items}
+    result |= scoring.score(model, packer, counts, device)
+    result |= scoring.score(model, packer, {"sum99": args.items, "sum999": args.items}, device, thinking=True)
+    for size in ((128, 128), (160, 288), (256, 256), (224, 160)):
+        counts = {"caption": 4 * args.items, "video": max(1, args.items // 4)}
+        for kind, entry in scoring.score(model, packer, counts, device, size=size).items():
+            kept = result.setdefault(kind, entry)
+            if kept is not entry:
+                for key, value in entry.items():
+                    kept[key] = (
+                        [a + b for a, b in zip(kept[key], value, strict=True)]
+                        if isinstance(value, list)
+                        else kept[key] + value
+                    )
+    return result
 
 
 def free_running(args: argparse.Namespace, model: Model, packer: Packer, device: torch.device) -> dict[str, int]:
@@ -257,8 +315,8 @@ def main() -> None:
         "--until", type=float, default=0, help="seconds after the start at which training ends, instead of --seconds"
     )
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps (0: by time only)")
-    parser.add_argument("--rows", type=int, default=48)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--workers", type=int, default=13)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=1)
@@ -268,6 +326,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--peak", type=float, default=1.0, help="factor on all learning rates")
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--tower", action="store_true", help="start from the shipped artifact's vision tower")
+    parser.add_argument("--rounded", type=float, default=0.65, help="share of the time after which weights are rounded")
     parser.add_argument("--prepare", action="store_true", help="only tokenise the corpus into the folder")
     args = parser.parse_args()
     if args.prepare:

@@ -38,18 +38,11 @@ from ...quant import encode
 from ...weights import hf_objects
 from .images import RGB, SHAPES, Scene, caption_task, pixels
 from .model import Model, Shape
-from .packing import Batch, Packer
+from .packing import CELL, SIZES, Batch, Packer
 from .scoring import to_device
 
 HERE = Path(__file__).parents[1]
 ARTIFACT, TEMPLATE = HERE / "artifact", HERE / "chat_template.jinja"
-CELL, LEAST, MOST = 32, 16384, 65536
-SIZES = [
-    (h, w)
-    for h in range(64, 545, CELL)
-    for w in range(64, 545, CELL)
-    if LEAST <= h * w <= MOST and max(h, w) <= 4 * min(h, w)
-]
 TOWER = "tower.safetensors"
 
 
@@ -162,24 +155,13 @@ def captions(seed: int, rows: int, length: int, size: tuple[int, int] | None = N
         waiting = []
         tokens = 0
         while tokens < rows * length:
-            document = packer.document(packer.generator.task(caption_task), chosen)
-            document.kind = kind_of(packer, document)
+            task = packer.generator.task(caption_task)
+            document = packer.document(task, chosen)
+            document.kind = task.detail
             document.weights = np.where(document.weights < 1, 0, document.weights)
             waiting.append(document)
             tokens += len(document.ids)
         yield packer.batch(waiting, chosen)
-
-
-def kind_of(packer: Packer, document: Any) -> str:
-    """What a caption document asks for, from its answer."""
-    text = packer.tokenizer.decode(document.ids[document.answer :])
-    answer = text.rsplit("</think>", 1)[-1].strip()
-    for start, kind in (("I see a", "caption"), ("I see", "number"), ("The image is plain", "plain")):
-        if answer.startswith(start):
-            return kind
-    if answer.startswith("The background"):
-        return "ground"
-    return "place" if " at the " in answer or " in the " in answer else "colour"
 
 
 def _work(box: Any, seed: int, rows: int, length: int) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .facts import PHRASES
 
 FIRST = """Ada Adam Aisha Alan Alba Alice Amir Amy Ana Anders Andrea Anita Anton Aria Arthur Astrid Aya Ben Bella Boris Bruno Carla
 Carlos Cecilia Chen Chloe Clara Claude Cora Daniel Daria David Diana Diego Dora Edgar Elena Eli Elif Ella Emil Emma Eric Esther Eva
@@ -42,6 +45,19 @@ VERB = """get set find send create delete list update search start stop check op
 count show load save merge split sort filter play pause lock unlock rename attach fetch compute plan track""".split()
 
 
+# Letters that a Latin name may carry, by their plain form; and scripts of which names are put together letter by letter.
+ACCENTS = {
+    "a": "àáâãäåāąă", "c": "çćč", "d": "ďđ", "e": "èéêëēęě", "g": "ğģ", "i": "ìíîïīį", "l": "łľļ", "n": "ñńňņ", "o": "òóôõöøő",
+    "r": "řŕ", "s": "šśşß", "t": "ťţ", "u": "ùúûüūůű", "y": "ýÿ", "z": "žźż",
+}  # fmt: skip
+CHINESE, HIRAGANA, KATAKANA = (0x4E00, 0x9FA5), (0x3041, 0x3093), (0x30A1, 0x30F6)
+HANGUL, CYRILLIC, GREEK = (0xAC00, 0xD7A3), (0x0430, 0x044F), (0x03B1, 0x03C9)
+OTHERS = (
+    (0x05D0, 0x05EA), (0x0621, 0x063A), (0x0905, 0x0928), (0x0E01, 0x0E2E), (0x10D0, 0x10F0), (0x0531, 0x0556), (0x1EA0, 0x1EF9), (0x2010, 0x2027),
+    (0x20A0, 0x20BF), (0x2190, 0x21FF), (0xFF01, 0xFF5E), (0x1F300, 0x1F64F), (0x1F900, 0x1F9FF), (0x20000, 0x2A6D6),
+)  # fmt: skip
+
+
 def held_out(word: str) -> bool:
     """Whether a word belongs to the tenth that training never uses as a name or value."""
     return zlib.crc32(word.lower().encode()) % 10 == 0
@@ -56,6 +72,7 @@ class Pools:
     last: list[str]
     city: list[str]
     test: bool
+    chinese: str = ""
 
     @classmethod
     def load(cls, path: Path, test: bool = False, limit: int = 7000) -> Pools:
@@ -74,7 +91,8 @@ class Pools:
         def keep(pool: list[str]) -> list[str]:
             return [word for word in pool if held_out(word) == test]
 
-        return cls(keep([w for w in words if len(w) <= 9]), keep(FIRST), keep(LAST), keep(CITY), test)
+        chinese = "".join(sorted({c for forms in PHRASES.values() for c in forms[2] if c > "一"}))
+        return cls(keep([w for w in words if len(w) <= 9]), keep(FIRST), keep(LAST), keep(CITY), test, chinese)
 
 
 class Draw:
@@ -93,16 +111,57 @@ class Draw:
         return self.rng.random() < p
 
     def word(self) -> str:
-        """A common word of this split."""
-        return self.rng.choice(self.pools.words)
+        """A common word of this split; in training at times a blend, so that words are copied piece by piece."""
+        word = self.rng.choice(self.pools.words)
+        return word if self.pools.test or self.rng.random() > 0.15 else self.blend(word)
+
+    def blend(self, word: str) -> str:
+        """The beginning of a word and the end of another: spelled like a word, and in no list."""
+        other = self.rng.choice(self.pools.words)
+        made = word[: self.rng.randint(1, len(word))] + other[self.rng.randint(0, len(other) - 1) :]
+        return word if held_out(made) or len(made) > 12 else made
 
     def words(self, count: int) -> list[str]:
         """`count` different words."""
-        return self.rng.sample(self.pools.words, count)
+        made: dict[str, None] = {}
+        while len(made) < count:
+            made[self.word()] = None
+        return list(made)
+
+    def letters(self, script: tuple[int, int], low: int, high: int) -> str:
+        """Some letters of a script, any of them."""
+        return "".join(chr(self.rng.randint(*script)) for _ in range(self.rng.randint(low, high)))
+
+    def foreign(self) -> str:
+        """A name in another script or with accents, put together from single letters: what has to be copied exactly."""
+        pick = self.rng.random()
+        if pick < 0.3:
+            text = self.letters(CHINESE, 2, 6)
+        elif pick < 0.4:
+            text = "".join(self.rng.choice(self.pools.chinese) for _ in range(self.rng.randint(2, 6)))
+        elif pick < 0.6:
+            text = self.letters(self.one((HIRAGANA, KATAKANA)), 2, 6) + self.one(
+                ("", "", "ー", self.letters(CHINESE, 1, 3))
+            )
+            text = self.letters(CHINESE, 1, 3) + text if self.chance(0.3) else text
+        elif pick < 0.67:
+            text = self.letters(HANGUL, 2, 4)
+        elif pick < 0.74:
+            text = self.letters(self.one((CYRILLIC, GREEK)), 3, 7)
+            text = text.capitalize() if "ς" not in text else text
+        else:
+            plain = self.one((self.invented, self.invented, self.word))()
+            text = "".join(self.one(ACCENTS[c]) if c in ACCENTS and self.chance(0.35) else c for c in plain)
+            text = text if not self.chance(0.3) else f"{text} {self.invented()}"
+        if self.chance(0.06):
+            text = self.letters(self.one(OTHERS), 1, 4)
+        if self.chance(0.12):
+            text += self.one((" ", "-", "・", ".")) + self.one((self.invented, self.word, self.foreign))()
+        return unicodedata.normalize("NFC", text)
 
     def number(self, digits: int = 5) -> int:
         """An integer with a random number of digits, seldom negative."""
-        value = self.rng.randint(0, 10 ** self.rng.randint(1, digits))
+        value = self.rng.randint(0, 10 ** self.rng.randint(1, digits) - 1)
         return -value if self.rng.random() < 0.05 else value
 
     def decimal(self) -> float:
@@ -114,13 +173,24 @@ class Draw:
         alphabet = self.rng.choice(("abcdefghijklmnopqrstuvwxyz0123456789", "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"))
         return "".join(self.rng.choice(alphabet) for _ in range(self.rng.randint(3, 7)))
 
+    def marked(self) -> str:
+        """Words and numbers joined by marks: prices, tags, addresses, paths, versions."""
+        a, b, n, m = self.word(), self.word(), self.number(3), self.rng.randint(0, 99)
+        forms = ("${n}", "{n}%", "#{a}", "{a}/{b}", "{a}&{b}", "{a}-{b}", "{a}_{b}", "{a}.{b}", "v{n}.{m}", "{a}+{b}", "~/{a}/{b}", "{a}|{b}", "{a}*{m}",
+                 "{a}\\{b}", "{a}^{m}", "`{a}`", "{a}:{n}", "{a};{b}", "({a})", "[{a}]", "{a}!", "{a}?", "{a}'s {b}", "@{a}", "{a} > {b}", "{n}-{m}")  # fmt: skip
+        return str(self.one(forms).format(a=a, b=b, n=n, m=m))
+
     def phrase(self) -> str:
-        """One to four words."""
+        """One to four words, seldom with marks."""
+        if self.rng.random() < 0.03:
+            return self.marked()
         text = " ".join(self.words(self.rng.choice((1, 2, 2, 3, 4))))
         return text.capitalize() if self.rng.random() < 0.2 else text
 
     def person(self) -> str:
-        """A first name, at times with a last name."""
+        """A first name, at times with a last name, at times of another script."""
+        if self.rng.random() < 0.12:
+            return self.foreign()
         first = self.rng.choice(self.pools.first)
         return first if self.rng.random() < 0.6 else f"{first} {self.rng.choice(self.pools.last)}"
 
@@ -135,12 +205,16 @@ class Draw:
     def name(self) -> str:
         """A first name, a word used as one, or an invented one."""
         pick = self.rng.random()
+        if pick < 0.06:
+            return self.foreign()
         if pick < 0.5:
             return str(self.rng.choice(self.pools.first))
         return self.invented() if pick < 0.8 else self.word().capitalize()
 
     def place(self) -> str:
-        """A city, at times an invented one."""
+        """A city, at times an invented one or one of another script."""
+        if self.rng.random() < 0.08:
+            return self.foreign()
         return str(self.rng.choice(self.pools.city)) if self.rng.random() < 0.75 else self.invented()
 
     def date(self) -> str:
@@ -163,7 +237,7 @@ class Draw:
         """A value of a named kind: a JSON type or one of the word kinds above."""
         rng = self.rng
         if kind in ("integer", "int"):
-            return self.number(rng.choice((2, 3, 5)))
+            return rng.randint(0, 20) if rng.random() < 0.2 else self.number(rng.choice((2, 3, 5, 5, 9)))
         if kind == "small":
             return rng.randint(1, 30)
         if kind == "number":
@@ -174,8 +248,8 @@ class Draw:
             return self.words(rng.randint(1, 3))
         if kind == "string":
             pick = rng.random()
-            makers = (self.word, self.phrase, self.code, self.name, self.place)
-            weights = (0.35, 0.6, 0.75, 0.9, 1.01)
+            makers = (self.word, self.phrase, self.code, self.name, self.place, self.foreign)
+            weights = (0.33, 0.56, 0.7, 0.83, 0.92, 1.01)
             return next(make() for make, top in zip(makers, weights, strict=True) if pick < top)
         fixed = {
             "colour": COLOUR,
