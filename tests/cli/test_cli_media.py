@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -104,6 +105,11 @@ def test_the_demo_sees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = ("run", "demo", "--no-think", "-q")
     assert "red" in ninfer(*run, f"What colour is the image? {folder}/plain.png")
     assert "red" in ninfer(*run, "--image", str(folder / "plain.png"), "What colour is the image?")
+    seen = {
+        ninfer(*run, "--temperature", "0", *args, "What is in the video?")
+        for args in (("--video", str(folder / "d.mp4")), ())
+    }
+    assert len(seen) == 2, "a video changes the answer"
     parts = [{"type": "image_url", "image_url": {"url": str(folder / "plain.png")}}]
     parts.append({"type": "text", "text": "What colour is the image?"})
     (folder / "talk.json").write_text(json.dumps([{"role": "user", "content": parts}]))
@@ -116,16 +122,24 @@ def test_the_conversation_sees(folder: Path) -> None:
     import pexpect
 
     child = pexpect.spawn(
-        NINFER[0], [*NINFER[1:], "run", "demo", "--vision", "--no-think"], env=environment(folder), timeout=60
+        NINFER[0],
+        [*NINFER[1:], "run", "demo", "--vision", "--no-think"],
+        env=environment(folder),
+        timeout=60,
+        encoding="utf-8",
     )
+    child.logfile_read = log = io.StringIO()
     child.expect("Ctrl-D to leave")
     for line, answer in (
         (f"/image {folder}/gone.png", "error: there is no file"),
         (f"/image {folder}/a.png", "a.png goes with your next message"),
         ("What is in the picture?", "(I see|The image)"),
+        (f"/video {folder}/d.mp4", "d.mp4 goes with your next message"),
+        ("What is in the video?", "[.]"),
         (f"What do you see? {folder}/gone.png", "the model gets the path as text"),
     ):
         child.sendline(line)
         child.expect(answer)
     child.sendline("/bye")
     child.expect(pexpect.EOF)
+    assert log.getvalue().count("error:") == 1

@@ -17,6 +17,8 @@ from ninfer_cli.server.settings import ServerSettings
 
 from ninfer_core.engine import Engine
 from ninfer_core.store import demo_path
+from ninfer_core.types import Image, Message, Request, Text, Video
+from tests.media_files import clip
 from tests.serving import serving
 
 Picture = pytest.importorskip("PIL.Image")
@@ -132,7 +134,6 @@ def test_adapters(demo: tuple[str, Engine]) -> None:
 
 def test_the_client_sends_files(demo: tuple[str, Engine], tmp_path: Any) -> None:
     from ninfer_core.client import Client
-    from ninfer_core.types import Image, Message, Request, Text
 
     (tmp_path / "a.png").write_bytes(png("blue"))
     client = Client(demo[0], model="demo")
@@ -140,3 +141,75 @@ def test_the_client_sends_files(demo: tuple[str, Engine], tmp_path: Any) -> None
     made = client.submit(Request((Message("user", content),), thinking=False, max_tokens=40)).result()
     assert made.text == "The image is plain blue."
     client.close()
+
+
+def movie(*colours: str) -> str:
+    """A data URL of two seconds in which colours follow each other, four frames each."""
+    import numpy as np
+
+    levels = np.concatenate([np.full((4, 128, 128, 3), COLOURS[colour], np.uint8) for colour in colours])
+    return "data:video/mp4;base64," + base64.b64encode(clip(levels, 4, codec="mjpeg")).decode()
+
+
+def test_openai_takes_videos(demo: tuple[str, Engine]) -> None:
+    """As `video_url` and `input_video`; two frames a second unless the request says otherwise, counted exactly."""
+    client = openai.OpenAI(base_url=demo[0] + "/v1", api_key="none")
+    off: Any = {"chat_template_kwargs": {"enable_thinking": False}}
+    counts = []
+    for more in ({}, {"frames": 8}, {"fps": 4.0}):
+        part = {"type": "video_url", "video_url": {"url": movie("red", "blue")}, **more}
+        messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": "What is in the video?"}]}]
+        made = client.chat.completions.create(model="demo", messages=messages, max_tokens=20, extra_body=off)
+        counts.append(made.usage.prompt_tokens_details.image_tokens)  # type: ignore[union-attr]
+        parts = (Video(url=movie("red", "blue"), **more), Text("What is in the video?"))
+        request = Request((Message("user", parts),), thinking=False, max_tokens=20)
+        assert made.usage and made.usage.prompt_tokens == demo[1].count_tokens(request)
+        assert made.choices[0].message.content == demo[1].submit(request).result().text
+    assert counts == [2 * 16, 4 * 16, 4 * 16], "slices of two frames, 16 tokens each"
+    content: Any = [{"type": "input_video", "video_url": movie("green")}, {"type": "input_text", "text": "What moves?"}]
+    response = client.responses.create(model="demo", input=[{"role": "user", "content": content}], max_output_tokens=16)
+    assert response.usage and response.usage.input_tokens > 2 * 16
+
+
+def test_openai_tool_results_hold_images(demo: tuple[str, Engine]) -> None:
+    client = openai.OpenAI(base_url=demo[0] + "/v1", api_key="none")
+    call: Any = {"id": "t1", "type": "function", "function": {"name": "screen", "arguments": "{}"}}
+    shown = {"type": "image_url", "image_url": {"url": url_of("red")}}
+    messages: Any = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": [shown]},
+    ]
+    made = client.chat.completions.create(model="demo", messages=messages, max_tokens=4)
+    assert made.usage.prompt_tokens_details.image_tokens == 16  # type: ignore[union-attr]
+    items: Any = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "call_id": "t1", "name": "screen", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "t1",
+            "output": [{"type": "input_image", "image_url": url_of("red")}],
+        },
+    ]
+    response = client.responses.create(model="demo", input=items, max_output_tokens=16)
+    assert response.usage and response.usage.input_tokens == made.usage.prompt_tokens  # type: ignore[union-attr]
+    counted = httpx.post(demo[0] + "/v1/responses/input_tokens", json={"model": "demo", "input": items}).json()
+    assert counted["input_tokens"] == response.usage.input_tokens
+
+
+def test_ollama_counts_what_it_uses(demo: tuple[str, Engine]) -> None:
+    """In user messages and in what a tool answers."""
+    client = ollama.Client(host=demo[0])
+    call = {"function": {"name": "screen", "arguments": {}}}
+    talk: Any = [
+        {"role": "user", "content": ASK, "images": [b64("yellow")]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "screen", "content": "shot", "images": [b64("red"), b64("blue")]},
+    ]
+    counts = []
+    for length in (1, 3):
+        made = client.chat("demo", talk[:length], think=False, options={"num_predict": 2})
+        counts.append(made.prompt_eval_count or 0)
+    parts = (Image(data=png("yellow")), Text(ASK))
+    own = demo[1].count_tokens(Request((Message("user", parts),), thinking=False))
+    assert counts[0] == own and counts[1] > counts[0] + 32
