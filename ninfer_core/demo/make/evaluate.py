@@ -31,16 +31,20 @@ from ...types import Completion, Message, Request, Tool, ToolCall
 from ...weights import Weights, from_state_dict, load_weights
 from . import tasks
 from .dialogue import Task
+from .sumtasks import sum99_task, sum999_task
 from .tasks import Generator
 
 ARTIFACT = Path(__file__).parents[1] / "artifact"
 MAKERS = {
     "tool": tasks.tool_task, "parallel": tasks.parallel_task, "no_tool": tasks.no_tool_task, "result": tasks.result_task, "chain": tasks.chain_task,
     "memory": tasks.memory_task, "json": tasks.json_task, "repeat": tasks.repeat_task, "sum": tasks.sum_task, "fact": tasks.fact_task,
-    "talk": tasks.talk_task, "unknown": tasks.unknown_task,
+    "talk": tasks.talk_task, "unknown": tasks.unknown_task, "choice": tasks.choice_task, "integer": tasks.integer_task, "foreign": tasks.foreign_task,
+    "nested": tasks.nested_task, "sum99": sum99_task, "sum999": sum999_task, "phrase": lambda draw: tasks.phrase_task(draw, {}),
 }  # fmt: skip
-LONGEST = 256
+THINKING = ("sum99", "sum999")  # always with a think block; of the other kinds every second one
+LONGEST, LONGEST_THINKING = 256, 128
 GROUP = 32  # requests submitted at a time
+COUNTS = ("count", "exact", "ended", "named", "thought", "valid", "tokens", "accepted", "offered")
 
 
 def message(turn: dict[str, Any]) -> Message:
@@ -79,13 +83,23 @@ def few_tools(task: Task) -> bool:
 
 
 def draw(generator: Generator, counts: dict[str, int]) -> Iterable[tuple[str, Task]]:
-    """Tasks with one right answer each, half of them with a think block."""
+    """Tasks with one right answer each, half of them with a think block, sums to 99 and 999 all of them."""
     for kind, count in counts.items():
         for i in range(count):
-            task = generator.task(MAKERS[kind], thinking=i % 2 == 1)
+            thinking = i % 2 == 1 or kind in THINKING
+            task = generator.task(MAKERS[kind], thinking)
             while not task.fixed or not few_tools(task):
-                task = generator.task(MAKERS[kind], thinking=i % 2 == 1)
+                task = generator.task(MAKERS[kind], thinking)
             yield kind, task
+
+
+def parses(text: str) -> bool:
+    """Whether a text is JSON."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def answers(engine: EngineInterface, drawn: list[tuple[str, Task]], show: int = 0) -> dict[str, dict[str, int]]:
@@ -96,12 +110,15 @@ def answers(engine: EngineInterface, drawn: list[tuple[str, Task]], show: int = 
         handles = [engine.submit(request(task)) for _, task in drawn[first : first + GROUP]]
         done_all += [handle.result() for handle in handles]
     for (kind, task), done in zip(drawn, done_all, strict=True):
-        entry = result.setdefault(kind, dict.fromkeys(("count", "exact", "ended", "tokens", "accepted", "offered"), 0))
+        entry = result.setdefault(kind, dict.fromkeys(COUNTS, 0))
         right = exact(task, done)
         used = done.usage
         entry["count"] += 1
         entry["exact"] += right
         entry["ended"] += done.finish_reason in ("stop", "tool_calls")
+        entry["named"] += [c.name for c in done.message.tool_calls] == [name for name, _ in task.calls]
+        entry["thought"] += used.reasoning_tokens <= LONGEST_THINKING
+        entry["valid"] += ("json" not in task.kind and task.kind != "nested") or parses(done.text)
         entry["tokens"] += used.completion_tokens
         entry["accepted"] += used.accepted_tokens
         entry["offered"] += used.drafted_tokens
@@ -117,10 +134,10 @@ def answers(engine: EngineInterface, drawn: list[tuple[str, Task]], show: int = 
 def table(result: dict[str, dict[str, int]]) -> str:
     """The counts as text, the sum last."""
     total = {key: sum(entry[key] for entry in result.values()) for key in next(iter(result.values()))}
-    lines = ["task          exact            ended        drafts accepted"]
+    lines = ["task          exact            ended   tools right  think short  JSON  drafts accepted"]
     for kind, e in [*result.items(), ("all", total)]:
         lines.append(
-            f"{kind:10} {e['exact']:5}/{e['count']:<5} {e['exact'] / e['count']:6.1%} {e['ended']:5}/{e['count']:<5} "
+            f"{kind:10} {e['exact']:5}/{e['count']:<5} {e['exact'] / e['count']:6.1%} {e['ended']:5} {e['named']:9} {e['thought']:11} {e['valid']:9} "
             f"{e['accepted']:6}/{e['offered']:<6} {e['accepted'] / max(1, e['offered']):6.1%}"
         )
     return "\n".join(lines)
