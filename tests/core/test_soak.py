@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from dataclasses import replace
 
 import pytest
 
+from ninfer_core.types import Request, Sampling
 from tests.tools import soak
 
 
@@ -50,3 +53,15 @@ def test_what_is_wrong_is_found(monkeypatch, capsys):
     assert soak.main(["--requests", "60", "--drafts", "0", "--tokens", "2"]) == 1
     faults = "\n".join(json.loads(capsys.readouterr().out)["faults"])
     assert "instead of" in faults and "pages are free" in faults and "RequestHandle" in faults
+
+
+def test_outputs_of_random_weights_are_compared_by_their_tokens():
+    given = argparse.Namespace(random="demo", sequences=2, drafts=1, chunk=64, context=256)
+    with soak.open_client(given) as client:
+        request = Request(prompt=(5, 6, 7), max_tokens=3, sampling=Sampling(temperature=1.0, seed=1))
+        first, *rest = (
+            client.solo(replace(request, sampling=Sampling(temperature=1.0, seed=seed))) for seed in (1, 1, 2)
+        )
+        assert len(first[0].split()) == 3 and rest[0] == first != rest[1]
+        greedy = {client.solo(replace(request, sampling=Sampling(temperature=0.0, seed=seed)))[0] for seed in (1, 2)}
+        assert len(greedy) == 1

@@ -1,10 +1,10 @@
 """Thousands of mixed requests against one engine: outputs equal solo runs, no page or slot is lost, memory stays flat.
 
     python -m tests.tools.soak [--requests 50000] [--model demo] [--seed 1]
-    python -m tests.tools.soak --random 35b-a3b [--requests 50000] [--context 4096]    # needs one GPU
+    python -m tests.tools.soak --random 35b-a3b [--requests 50000] [--sequences 32] [--crowd 48]    # needs one GPU
 
 `--model` is "tiny" (random weights, as in the tests), a model's name or a path; `--random` a shape of published size with
-random weights. Prompts share beginnings of all lengths. Some requests are cancelled at any time, some run into their
+random weights, whose tokens are compared as numbers. Prompts share beginnings of all lengths. Some requests are cancelled at any time, some run into their
 deadline, several have the same prompt at once, some need the host between rounds. Prints one JSON object with what
 ended how and the memory at every tenth of the way; exit status 1 where something is wrong, with `faults` saying what.
 """
@@ -20,19 +20,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ninfer_core.benchmarks.subject import RandomSubject, Target
+from ninfer_core.benchmarks.subject import CountingMachine, RandomSubject, Target, sampling_params
 from ninfer_core.engine import Engine
 from ninfer_core.errors import EngineBusyError, InvalidRequestError, RequestTimeoutError
 from ninfer_core.runtime.handle import RequestHandle
 from ninfer_core.runtime.running import Running
+from ninfer_core.runtime.sampler import Sampler
 from ninfer_core.runtime.session import Session
-from ninfer_core.types import Request, Sampling
+from ninfer_core.types import Event, Request, Sampling, TextDelta
 
 CASES = 60
 """Different requests; each is first run alone."""
@@ -65,6 +66,15 @@ class Report:
         self.faults.append(text)
 
 
+class Spelling(CountingMachine):
+    """An output machine for ids without text: their numbers are the text, so that outputs can be compared."""
+
+    def feed(self, ids: Sequence[int], logprobs: Any = None) -> list[Event]:
+        """Take all."""
+        self.kept = len(ids)
+        return [TextDelta("".join(f"{token} " for token in ids))]
+
+
 class Client:
     """An engine that is given requests. `subject`: an `Engine`, or a `RandomSubject` of the bench."""
 
@@ -78,7 +88,10 @@ class Client:
         if hasattr(self.subject, "submit"):
             return self.subject.submit(request)
         assert request.max_tokens is not None and isinstance(request.prompt, tuple)
-        return self.subject.start(request.prompt, request.max_tokens, request.sampling.seed or 0)
+        seed, tokens = request.sampling.seed or 0, request.prompt
+        law = replace(sampling_params(seed), temperature=request.sampling.temperature)
+        sampler = Sampler(law, addressable=self.subject.addressable, prompt=tokens)
+        return self.subject.enqueue(request, tokens, request.max_tokens, seed, machine=Spelling(), sampler=sampler)
 
     def solo(self, request: Request) -> tuple[Any, ...]:
         """What the request gives when nothing else runs and nothing is known of its prompt."""
@@ -259,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--crowd", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=6, help="most tokens of an answer")
     parser.add_argument("--context", type=int, default=800, help="prompts have up to half of it")
+    parser.add_argument("--chunk", type=int, default=64, help="prompt tokens that are read at once: reuse begins there")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--grown", type=float, default=32.0, help="MiB that the second half may add")
@@ -276,10 +290,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def open_client(given: argparse.Namespace) -> Iterator[Client]:
     """The engine that the command line names, closed behind the block."""
     options = {"max_sequences": given.sequences, "draft_tokens": given.drafts}
+    reuse = {"cache_answers": False, "prefill_chunk": given.chunk}
     if given.random:
-        subject: Any = RandomSubject(
-            Target(random=given.random, options={"prefix_cache": True}), context=given.context, **options
-        )
+        target = Target(random=given.random, options={"prefix_cache": True, **reuse})
+        subject: Any = RandomSubject(target, context=given.context, **options)
         client = Client(subject, subject.addressable, False)
     else:
         name = given.model
@@ -289,9 +303,9 @@ def open_client(given: argparse.Namespace) -> Iterator[Client]:
 
             name, options = (
                 str(tiny_artifact(False, layers=2)),
-                {**options, "prefill_chunk": 64, "threads": 1, "device": "cpu"},
+                {**options, "threads": 1, "device": "cpu"},
             )
-        subject = Engine.load(name, context_length=given.context, cache_answers=False, **options)
+        subject = Engine.load(name, context_length=given.context, **reuse, **options)
         client = Client(subject, 250, True)
     try:
         yield client
