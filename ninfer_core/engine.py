@@ -199,6 +199,8 @@ class Engine(ModelCard):
         warming = threading.Thread(target=_warm_grammars, args=warm, name="ninfer-grammars", daemon=True)
         warming.start()
         self._finalizer = weakref.finalize(self, _stop, self._pid, self._loop, media, loaded, warming)
+        if media is not None:
+            media.start()
 
     @classmethod
     def load(

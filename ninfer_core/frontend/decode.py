@@ -6,6 +6,7 @@ large a picture becomes and which frames of a video are taken.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -338,6 +339,10 @@ def serve() -> None:
     source, target = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing else may write into the answers
     _confine()
+    with contextlib.suppress(ImportError):  # before the first file comes
+        from PIL import Image
+
+        Image.init()
     while (message := receive(source, 1 << 40)) is not None:
         job, data = message
         try:

@@ -170,6 +170,10 @@ class MediaLoader:
         """Patch rows of the largest image or video."""
         return max(self.image.most_patches, self.video.most_patches)
 
+    def start(self) -> None:
+        """Start one process ahead of the first file, which then need not wait for it."""
+        self._workers.start()
+
     def close(self) -> None:
         """End the processes. Idempotent."""
         self._workers.close()
@@ -242,7 +246,8 @@ class MediaLoader:
         count, height, width = frames.shape[:3]
         temporal, side = processor.sizes.temporal, processor.patch
         grid = (-(-count // temporal), height // side, width // side)
-        digest = hashlib.blake2b(repr((grid, processor.mean, processor.std)).encode() + pixels, digest_size=16)
+        digest = hashlib.sha256(repr((grid, processor.mean, processor.std)).encode())
+        digest.update(pixels)
         pads = grid[1] * grid[2] // self._vision.spatial_merge_size**2
         if kind == "image":
             text = f"<|vision_start|>{'<|image_pad|>' * pads}<|vision_end|>"
@@ -364,6 +369,11 @@ class _Workers:
                     self._free.append(worker)
                 else:
                     worker.end()
+
+    def start(self) -> None:
+        with self._lock:
+            if not self._free and not self._closed:
+                self._free.append(_Worker())
 
     def close(self) -> None:
         with self._lock:

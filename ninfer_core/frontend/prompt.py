@@ -54,6 +54,9 @@ class MediaReader(Protocol):
     def load(self, part: Image | Video) -> MediaInput:
         """Prepare one image or video."""
 
+    def start(self) -> None:
+        """Get ready for the first one."""
+
     def close(self) -> None:
         """Free what reading needed."""
 

@@ -336,6 +336,19 @@ def test_many_threads_share_few_processes(loader):
     assert len(loader._workers._free) <= module.WORKERS
 
 
+def test_a_process_waits_for_the_first_file():
+    made = MediaLoader(files(), VISION)
+    assert not made._workers._free, "counting tokens of text starts none"
+    made.start()
+    made.start()
+    (ready,) = made._workers._free
+    made.load(Image(data=encoded(drawn(40, 40), "PNG")))
+    assert made._workers._free == [ready]
+    made.close()
+    made.start()
+    assert not made._workers._free and ready._process.poll() is not None
+
+
 def test_close_ends_the_processes():
     made = MediaLoader(files(), VISION)
     made.load(Image(data=encoded(drawn(40, 40), "PNG")))
