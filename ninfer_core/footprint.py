@@ -201,7 +201,7 @@ def decode_workspace_bytes(config: ModelConfig, context: int, rows: int = ROWS) 
     """About the bytes of `model.fused.Workspace` for calls of up to `rows` rows over `context` tokens."""
 
     def activation(columns: int, parts: int) -> int:
-        return rows * (columns // 32 * 36 + 4 * parts)
+        return rows * (columns // 32 * 68 + 4 * parts)
 
     hidden, width, heads = config.hidden_size, config.gdn_value_width, config.linear_num_value_heads
     most = attention_splits(config.num_key_value_heads)

@@ -59,6 +59,37 @@ def multiply(a0, a1, a2, a3, b0, b1, start, X: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def multiply_fine(a0, a1, a2, a3, b0, b1, l0, l1, start, X: tl.constexpr, PTX: tl.constexpr):
+    """`multiply` with the activations 8 b + l, which have a first and a second plane: -4 <= l <= 3, |8 b + l| <= 1016.
+
+    The second product goes on from eight times the first: sums stay below 2^22, where an fp32 value counts in ones.
+    """
+    if PTX:
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            "{ .reg .b32 z, p, q, r, s; mov.b32 z, 0; "
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {p, q, r, s}, {$4, $5, $6, $7}, {$8, $9}, {z, z, z, z}; "
+            "mad.lo.s32 p, p, 8, $12; mad.lo.s32 q, q, 8, $12; mad.lo.s32 r, r, 8, $12; mad.lo.s32 s, s, 8, $12; "
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$10, $11}, {p, q, r, s}; }",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1, l0, l1, start],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        return (
+            c0.to(tl.float32, bitcast=True) - 12582912.0,
+            c1.to(tl.float32, bitcast=True) - 12582912.0,
+            c2.to(tl.float32, bitcast=True) - 12582912.0,
+            c3.to(tl.float32, bitcast=True) - 12582912.0,
+        )
+    else:
+        left = plain_bytes(tl.join(tl.join(a0, a2), tl.join(a1, a3)))
+        right = plain_bytes(tl.join(b0, b1)) * 8.0 + plain_bytes(tl.join(l0, l1))
+        return plain_product(left, right, X, 32)
+
+
+@triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """With dependent launch: wait for the kernel before, and let the kernel after start loading its weights.
 
@@ -295,30 +326,35 @@ def code_factor(FMT: tl.constexpr):
 
 
 @triton.jit
-def unpack_scales(pair, FMT: tl.constexpr):
-    """The two fp16 scales of a lane (rows g and g + 8) as fp32, with the format's factor."""
+def unpack_scales(pair, FMT: tl.constexpr, FINE: tl.constexpr = False):
+    """The two fp16 scales of a lane (rows g and g + 8) as fp32, with the format's factor and `multiply_fine`'s."""
+    FACTOR: tl.constexpr = code_factor(FMT) * (0.125 if FINE else 1.0)
     low = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     top = ((pair >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low * code_factor(FMT), top * code_factor(FMT)
+    return low * FACTOR, top * FACTOR
 
 
 @triton.jit
 def add_unit(
     acc, words, high, low_scale, top_scale, b, s, X: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
-    R: tl.constexpr = 8, start=0x4B400000,
+    R: tl.constexpr = 8, start=0x4B400000, FINE: tl.constexpr = False,
 ):  # fmt: skip
     """`acc` (four [X, 32]) plus one unit times its activations: `b` the fragment registers, `s` the column scales.
 
     W8: b = (b0, b1), s = (s0, s1). Q4, Q5, Q6: both halves one after the other, (b0, b1, b2, b3), (s0, s1, s2, s3).
+    `FINE`: behind the registers of a half those of the second plane; `low_scale`, `top_scale` hold its factor.
     With one live row (`R`) a lane's second column stays as it is.
     """
     sums = ()
     for half in tl.static_range(1 if FMT == 8 else 2):
-        c = multiply(
-            signed_bytes(words, high, 0, half, FMT), signed_bytes(words, high, 1, half, FMT),
-            signed_bytes(words, high, 2, half, FMT), signed_bytes(words, high, 3, half, FMT),
-            b[2 * half], b[2 * half + 1], start, X, PTX,
-        )  # fmt: skip
+        a0, a1 = signed_bytes(words, high, 0, half, FMT), signed_bytes(words, high, 1, half, FMT)
+        a2, a3 = signed_bytes(words, high, 2, half, FMT), signed_bytes(words, high, 3, half, FMT)
+        if FINE:
+            c = multiply_fine(
+                a0, a1, a2, a3, b[4 * half], b[4 * half + 1], b[4 * half + 2], b[4 * half + 3], start, X, PTX
+            )
+        else:
+            c = multiply(a0, a1, a2, a3, b[2 * half], b[2 * half + 1], start, X, PTX)
         low, top = s[2 * half], s[2 * half + 1]
         if half == 0:
             sums = (c[0] * low, c[1] * top, c[2] * low, c[3] * top)
@@ -332,33 +368,6 @@ def add_unit(
     if R > 1:
         odd = (tl.fma(sums[1], low_scale, acc[1]), tl.fma(sums[3], top_scale, acc[3]))
     return even[0], odd[0], even[1], odd[1]
-
-
-@triton.jit
-def activation_pointers(q, s, unit, lane, FMT: tl.constexpr, R: tl.constexpr):
-    """Pointers [X, 32] of the fragment words and column scales of units `unit` [X, 1] of a block of eight rows.
-
-    Lanes of rows from `R` (1, 4 or 8) on read a live row again: what is not read need not come from memory.
-    """
-    halves: tl.constexpr = 1 if FMT == 8 else 2
-    return q + unit * (halves * 64) + lane // 4 % R * 8 + lane % 4, s + unit * (halves * 8) + lane % 4 * 2 % R
-
-
-@triton.jit
-def load_activation(q, s, index, FMT: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr):
-    """Fragment registers and column scales of the unit `index` units behind the pointers."""
-    b = ()
-    scales = ()
-    halves: tl.constexpr = 1 if FMT == 8 else 2
-    for half in tl.static_range(halves):
-        group = index * halves + half
-        b = b + (load_one(q + group * 64, FRESH1, PTX), load_one(q + group * 64 + 4, FRESH1, PTX))  # noqa: RUF005
-        if R == 1:
-            one = load_one(s + group * 8, FRESH1, PTX)
-            scales = scales + (one, one)  # noqa: RUF005
-        else:
-            scales = scales + load_two(s + group * 8, FRESH2, PTX)
-    return b, scales
 
 
 @triton.jit
@@ -491,45 +500,10 @@ def lane_factors(squares, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def store_lanes(u, q_out, s_out, group, block, rows, G32: tl.constexpr, R: tl.constexpr):
-    """Int8 group of 32 rows in lane form: `u` is eight [32], value 2 i + e holds (row 8 i + g, column 2c + e)."""
-    lane = tl.arange(0, 32)
-    unit = block * G32 + group
-    for e in tl.static_range(1 if R == 1 else 2):
-        column = (lane % 4) * 2 + e
-        live = block * 8 + column < rows
-        top = tl.maximum(tl.maximum(tl.abs(u[e]), tl.abs(u[2 + e])), tl.maximum(tl.abs(u[4 + e]), tl.abs(u[6 + e])))
-        top = rows_max(top)
-        inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
-        at = unit * 256 + column * 32 + lane // 4
-        for i in tl.static_range(4):
-            tl.store(q_out + at + i * 8, round_bytes(u[2 * i + e], inverse).to(tl.int8), mask=live)
-        tl.store(s_out + unit * 8 + column, top / 127.0, mask=live & (lane < 4))
-
-
-@triton.jit
 def round_bytes(u, inverse):
     """`u * inverse` rounded to nearest even, as the low byte of an int32; |u * inverse| <= 127."""
     # Adding 1.5 * 2^23 leaves the rounded integer in the low bits of the sum.
     return (u * inverse + 12582912.0).to(tl.int32, bitcast=True) & 255
-
-
-@triton.jit
-def quantize_groups(u, GROUPS: tl.constexpr):
-    """Rows of `u` [GROUPS, 32] as int8 groups: words [GROUPS, 8] and scales [GROUPS]."""
-    top = tl.max(tl.abs(u), 1)
-    inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
-    byte = tl.reshape(round_bytes(u, inverse[:, None]), [GROUPS, 8, 4]) << (8 * tl.arange(0, 4))[None, None, :]
-    return tl.sum(byte, 2), top / 127.0
-
-
-@triton.jit
-def store_groups(u, q_out, s_out, t, first, G32: tl.constexpr, GROUPS: tl.constexpr):
-    """Quantise `u` [GROUPS, 32] and store it as groups first.. of row `t` of an activation of `G32` groups."""
-    words, scale = quantize_groups(u, GROUPS)
-    group = (t // 8) * G32 + first + tl.arange(0, GROUPS)
-    tl.store(q_out + group[:, None] * 64 + (t % 8) * 8 + tl.arange(0, 8)[None, :], words)
-    tl.store(s_out + group * 8 + t % 8, scale)
 
 
 @triton.jit

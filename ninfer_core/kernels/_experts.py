@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from ._dequant import (
+    EARLY1,
+    EARLY2,
     FRESH1,
     FRESH2,
     FRESH4,
@@ -27,6 +29,7 @@ from ._dequant import (
     unit_pointers,
     unpack_scales,
 )
+from ._planes import GROUP_WORDS
 from ._room import ask_words, own_words, wait_for_copies
 from .linear_decode import fresh, load_units
 
@@ -179,7 +182,7 @@ def gathered_pointers(q, s, unit, lane, row, own, G32: tl.constexpr, FMT: tl.con
     """
     HALVES: tl.constexpr = 1 if FMT == 8 else 2
     first = unit * HALVES
-    words = q + (row // 8) * (G32 * 64) + (row % 8) * 8 + first * 64 + lane % 4
+    words = q + ((row // 8) * G32 + first) * GROUP_WORDS + (row % 8) * 16 + lane % 4 * 4
     return words, s + (own // 8) * (G32 * 8) + own % 8 + first * 8
 
 
@@ -194,7 +197,7 @@ def columns(q, s, index, FMT: tl.constexpr, OP: tl.constexpr, PTX: tl.constexpr)
     HALVES: tl.constexpr = 1 if FMT == 8 else 2
     for half in tl.static_range(HALVES):
         group = index * HALVES + half
-        b = b + (load_one(q + group * 64, OP, PTX), load_one(q + group * 64 + 4, OP, PTX))  # noqa: RUF005
+        b = b + load_two(q + group * GROUP_WORDS, EARLY2 if OP == EARLY1 else FRESH2, PTX)
         one = load_one(s + group * 8, OP, PTX) * code_factor(FMT)
         scales = scales + (one, one)  # noqa: RUF005
     return b, scales

@@ -154,9 +154,13 @@ def from_kernel_order(matrix: KernelMatrix) -> tuple[torch.Tensor, torch.Tensor]
 class Activation:
     """Int8 activation rows as kernels pass them on, in blocks of eight rows (the columns of one matrix product).
 
-    `q` [B, G, 8 rows, 8 words] int32, `s` [B, G, 8] fp32 scales, `ss` [B, P, 8] fp32 partial sums of squares of the
-    values before the norm weight: the reader applies the RMS factor to its result, so no kernel waits for a whole row.
-    G = K / 32. Rows beyond the call's last are never read into a result.
+    Two planes: a value is s (first + second / 8), the second from -4 to 3, eleven bits in all. The mixers' projections
+    read both; the rest of a layer and the heads read the first.
+
+    `q` [B, G, 8 rows, 16 words] int32: four words for each lane of a row, K = 4 c + 16 i + 0..3 of the group in word
+    4 c + i of the first plane and 4 c + 2 + i of the second. `s` [B, G, 8] fp32 scales, `ss` [B, P, 8] fp32 partial
+    sums of squares of the values before the norm weight: the reader applies the RMS factor to its result, so no kernel
+    waits for a whole row. G = K / 32. Rows beyond the call's last are never read into a result.
     """
 
     q: torch.Tensor
@@ -168,7 +172,7 @@ class Activation:
         """Zeroed buffers for `rows` rows of `columns` values."""
         blocks, groups = -(-rows // 8), columns // 32
         return Activation(
-            torch.zeros(blocks, groups, 8, 8, dtype=torch.int32, device=device),
+            torch.zeros(blocks, groups, 8, 16, dtype=torch.int32, device=device),
             torch.zeros(blocks, groups, 8, dtype=torch.float32, device=device),
             torch.zeros(blocks, parts, 8, dtype=torch.float32, device=device),
         )
@@ -177,7 +181,7 @@ class Activation:
     def from_rows(u: torch.Tensor, parts: torch.Tensor) -> Activation:
         """Rows `u` [T, K] quantised by the twin, and their partial sums of squares `parts` [T, P]."""
         out = Activation.empty(u.shape[0], u.shape[1], parts.shape[1], u.device)
-        q, s = quantize_rows_ref(u)
+        q, s = fine_rows_ref(u)
         for t in range(u.shape[0]):
             out.q[t // 8, :, t % 8] = q[t]
             out.s[t // 8, :, t % 8] = s[t]
@@ -185,18 +189,38 @@ class Activation:
         return out
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The first `count` rows as q [T, G, 8], s [T, G], ss [T, P]."""
+        """The first `count` rows as q [T, G, 16], s [T, G], ss [T, P]."""
         q = self.q.transpose(1, 2).flatten(0, 1)[:count]
         return q, self.s.transpose(1, 2).flatten(0, 1)[:count], self.ss.transpose(1, 2).flatten(0, 1)[:count]
 
-    def values(self, count: int) -> torch.Tensor:
-        """The first `count` rows dequantised: [T, K] fp32."""
+    def values(self, count: int, fine: bool = True) -> torch.Tensor:
+        """The first `count` rows dequantised, or their first plane: [T, K] fp32."""
         q, s, _ = self.rows(count)
-        return dequantize_rows_ref(q, s)
+        return fine_values_ref(q, s, fine)
+
+
+def fine_rows_ref(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of the kernels' epilogue codec: `u` [T, K] fp32 to words [T, G, 16] of `Activation` and scales [T, G]."""
+    parts = u.float().view(u.shape[0], -1, 32)
+    top = parts.abs().amax(-1)
+    inverse = torch.where(top > 0, 1016.0 / top, torch.zeros_like(top))
+    codes = torch.round(parts * inverse[..., None]).to(torch.int32)
+    first = (codes + 4) >> 3
+    planes = torch.stack([first, codes - 8 * first], 2).to(torch.int8)  # [T, G, plane, 32]
+    words = planes.unflatten(3, (2, 4, 4)).permute(0, 1, 4, 2, 3, 5).contiguous()  # [T, G, c, plane, half, byte]
+    return words.view(u.shape[0], parts.shape[1], 64).view(torch.int32), top / 127.0
+
+
+def fine_values_ref(q: torch.Tensor, s: torch.Tensor, fine: bool = True) -> torch.Tensor:
+    """Inverse of `fine_rows_ref`, or the first plane alone: [T, K] fp32."""
+    rows, groups, _ = q.shape
+    planes = q.contiguous().view(torch.int8).view(rows, groups, 4, 2, 2, 4).permute(0, 1, 3, 4, 2, 5).float()
+    codes = planes[:, :, 0] + (planes[:, :, 1] / 8 if fine else 0.0)
+    return (codes.reshape(rows, groups, 32) * s[..., None]).view(rows, groups * 32)
 
 
 def quantize_rows_ref(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of the kernels' epilogue codec: `u` [T, K] fp32 to words [T, G, 8] and scales [T, G] = absmax / 127."""
+    """Rows of one plane, as of the experts' inner widths: words [T, G, 8] and scales [T, G] = absmax / 127."""
     parts = u.float().view(u.shape[0], -1, 32)
     top = parts.abs().amax(-1)
     inverse = torch.where(top > 0, 127.0 / top, torch.zeros_like(top))

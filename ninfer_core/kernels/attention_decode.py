@@ -29,7 +29,6 @@ from ._dequant import (
     from_partner,
     load_four,
     store_four,
-    store_groups,
     store_one,
     wait_for_inputs,
 )
@@ -46,6 +45,7 @@ from ._pages import (
     pair_values,
     value_halves,
 )
+from ._planes import store_groups
 from ._room import put_four, put_one, put_two, room, room_of, take_floats, take_words
 
 SHORT_PAGES = tl.constexpr(SHORT)

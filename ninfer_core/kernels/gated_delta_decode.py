@@ -25,7 +25,6 @@ from ._dequant import (
     from_partner,
     load_four,
     load_one,
-    round_bytes,
     store_byte,
     store_four,
     store_one,
@@ -33,6 +32,7 @@ from ._dequant import (
 )
 from ._halves import power
 from ._order import Activation
+from ._planes import activation_byte, fine_bytes, fine_steps
 from ._room import copy_four, put_one, put_two, room, room_of, take_floats, wait_for_copies
 
 # Everything is in lane form, [8 warps, 32 lanes]. A warp owns four of the program's 32 value columns (rows of the
@@ -428,8 +428,10 @@ def store_rows(at, o, y, q_out, s_out, ss_out, HV: tl.constexpr, R: tl.constexpr
     inside = lane < 4 * R
     t = tl.program_id(1) * R + tl.minimum(lane // 4, R - 1)
     unit = (t // 8) * (HV * 4) + tl.program_id(0)
-    inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
-    store_byte(q_out + unit * 256 + t % 8 * 32 + warp * 4 + lane % 4, round_bytes(y, inverse), inside, PTX)
+    first, second = fine_bytes(y, fine_steps(top))
+    to = q_out + activation_byte(unit, t % 8, warp * 4 + lane % 4)
+    store_byte(to, first, inside, PTX)
+    store_byte(to + 8, second, inside, PTX)
     one = inside & (lane % 4 == 0) & (warp == 0)
     store_one(s_out + unit * 8 + t % 8, top / 127.0, one, PTX)
     store_one(ss_out + unit * 8 + t % 8, square, one, PTX)

@@ -16,12 +16,12 @@ from ._dequant import (
     WEIGHT1,
     from_partner,
     load_one,
-    round_bytes,
     store_byte,
     store_four,
     store_one,
     wait_for_inputs,
 )
+from ._planes import activation_byte, fine_bytes, fine_steps
 from ._room import put_one, put_two, room, room_of, take_floats
 from .gated_delta_decode import (
     convolve,
@@ -180,8 +180,10 @@ def store_row(at, o, y, q_out, s_out, ss_out, HV: tl.constexpr, PTX: tl.constexp
     top, square = over_sets(at, top, square, PTX)
     t = tl.program_id(1)
     unit = (t // 8) * (HV * 4) + tl.program_id(0)
-    inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
-    store_byte(q_out + unit * 256 + t % 8 * 32 + warp * 16 + lane % 16, round_bytes(y, inverse), lane < 16, PTX)
+    first, second = fine_bytes(y, fine_steps(top))
+    to = q_out + activation_byte(unit, t % 8, warp * 16 + lane % 16)
+    store_byte(to, first, lane < 16, PTX)
+    store_byte(to + 8, second, lane < 16, PTX)
     one = (lane == 0) & (warp == 0)
     store_one(s_out + unit * 8 + t % 8 + lane * 0, top / 127.0, one, PTX)
     store_one(ss_out + unit * 8 + t % 8 + lane * 0, square, one, PTX)

@@ -14,6 +14,7 @@ import triton.language as tl
 from . import _tiles
 from ._dequant import lane_factors, spread, sum_warps, wait_for_inputs
 from ._order import Activation, KernelMatrix
+from ._planes import GROUP_WORDS
 from .linear_decode import of_block, tile_products
 
 
@@ -29,8 +30,8 @@ def head_kernel(
     first = tl.program_id(0) * NB
     parts = ss + first * (PARTS * 8)
     acc, squares = tile_products(
-        w, wh, ws, pid * 2, xq + first * (G32 * 64), xs + first * (G32 * 8), parts, G32, eps, 2, NB, U, S, FMT, False,
-        PARTS, X, R, PTX, PDL,
+        w, wh, ws, pid * 2, xq + first * (G32 * GROUP_WORDS), xs + first * (G32 * 8), parts, G32, eps, 2, NB, U, S, FMT,
+        False, PARTS, X, R, PTX, PDL,
     )  # fmt: skip
     lane = tl.arange(0, 32)
     for b in tl.static_range(NB):

@@ -17,11 +17,9 @@ from ._dequant import (
     FRESH2,
     FRESH4,
     WEIGHT4,
-    activation_pointers,
     add_unit,
     lane_factors,
     lane_squares,
-    load_activation,
     load_four,
     load_one,
     load_two,
@@ -34,6 +32,7 @@ from ._dequant import (
     zero_registers,
 )
 from ._order import Activation, KernelMatrix
+from ._planes import GROUP_WORDS, activation_pointers, load_activation
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def load_units(
 @triton.jit
 def add_units(
     acc, units, q, s, stride, TILES: tl.constexpr, NB: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr,
-    X: tl.constexpr, RUN: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr,
+    X: tl.constexpr, RUN: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Add `S` steps to the accumulators, `NB` blocks for each row tile; `q`, `s` are pointers [X, 32] of block 0.
 
@@ -68,16 +67,18 @@ def add_units(
         columns = ()
         for n in tl.static_range(NB):
             columns = columns + (  # noqa: RUF005
-                load_activation(q + stride * (n * 64), s + stride * (n * 8), unit_after(i, X, RUN), FMT, R, PTX),
+                load_activation(
+                    q + stride * (n * GROUP_WORDS), s + stride * (n * 8), unit_after(i, X, RUN), FMT, R, PTX, FINE
+                ),
             )
         grown = ()
         for r in tl.static_range(TILES):
             unit = units[i * TILES + r]
-            low, top = unpack_scales(unit[2], FMT)
+            low, top = unpack_scales(unit[2], FMT, FINE)
             for n in tl.static_range(NB):
                 b, scales = columns[n]
                 grown = grown + (  # noqa: RUF005
-                    add_unit(acc[r * NB + n], unit[0], unit[1], low, top, b, scales, X, FMT, PTX, R),
+                    add_unit(acc[r * NB + n], unit[0], unit[1], low, top, b, scales, X, FMT, PTX, R, 0x4B400000, FINE),
                 )
         acc = grown
     return acc
@@ -127,13 +128,14 @@ def tile_products(
     w, wh, ws, tile, q, s, ss, stride, eps,
     TILES: tl.constexpr, NB: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-    SHARE: tl.constexpr = 0, ROLLING: tl.constexpr = False,
+    SHARE: tl.constexpr = 0, ROLLING: tl.constexpr = False, FINE: tl.constexpr = False,
 ):  # fmt: skip
     """Sums over K of row tiles tile..tile+TILES-1 with `NB` activation blocks, `stride` groups of 32 apart.
 
     `R`: live rows of a single block, rounded up to 1, 4 or 8; 8 with several. `SHARE`: units of K from where the
     pointers stand, not all `U`; a warp's share need not divide into stages. `ROLLING`: of up to two stages, a step is
-    asked for as soon as one is done. Also a tuple of `lane_squares` per block, where `PARTS` is not 0.
+    asked for as soon as one is done. `FINE`: of both planes of the activations. Also a tuple of `lane_squares` per
+    block, where `PARTS` is not 0.
     """
     # With a factor per head a warp takes whole heads: 128 of K are four units of 32 or two of 64.
     RUN: tl.constexpr = (4 if FMT == 8 else 2) if HEADS else 1
@@ -155,7 +157,7 @@ def tile_products(
             squares = squares + (lane_squares(ss + n * (PARTS * 8), PARTS, PTX),)  # noqa: RUF005
     acc = fresh(TILES * NB, X)
     if ROLLING and STAGES <= 2 and NB == 1 and not HEADS:
-        acc = rolling(acc, units, wp, hp, sp, qp, xp, TILES, U, S, EACH, FMT, X, R, PTX)
+        acc = rolling(acc, units, wp, hp, sp, qp, xp, TILES, U, S, EACH, FMT, X, R, PTX, FINE)
     elif STAGES <= 2:
         for c in tl.static_range(STAGES):
             if c > 0:
@@ -163,15 +165,15 @@ def tile_products(
                     wp + c * AHEAD * 128, hp + c * AHEAD * HIGH, sp + c * AHEAD * 8, TILES, U, S, FMT, X, RUN, PTX
                 )
             acc = add_stage(
-                acc, units, qp + c * AHEAD * HALVES * 64, xp + c * AHEAD * HALVES * 8, ss, stride, c * S, lane, eps,
-                TILES, NB, S, FMT, HEADS, X, RUN, R, PTX,
+                acc, units, qp + c * AHEAD * HALVES * GROUP_WORDS, xp + c * AHEAD * HALVES * 8, ss, stride, c * S, lane,
+                eps, TILES, NB, S, FMT, HEADS, X, RUN, R, PTX, FINE,
             )  # fmt: skip
         if TAIL:
             END: tl.constexpr = STAGES * AHEAD
             rest = load_units(wp + END * 128, hp + END * HIGH, sp + END * 8, TILES, U, TAIL, FMT, X, RUN, PTX)
             acc = add_stage(
-                acc, rest, qp + END * HALVES * 64, xp + END * HALVES * 8, ss, stride, STAGES * S, lane, eps,
-                TILES, NB, TAIL, FMT, HEADS, X, RUN, R, PTX,
+                acc, rest, qp + END * HALVES * GROUP_WORDS, xp + END * HALVES * 8, ss, stride, STAGES * S, lane, eps,
+                TILES, NB, TAIL, FMT, HEADS, X, RUN, R, PTX, FINE,
             )  # fmt: skip
     else:
         for c in range(STAGES - 1 if TAIL else STAGES):
@@ -181,8 +183,10 @@ def tile_products(
             hp += step * HIGH
             sp += step * 8
             following = load_units(wp, hp, sp, TILES, U, S, FMT, X, RUN, PTX)
-            acc = add_stage(acc, units, qp, xp, ss, stride, c * S, lane, eps, TILES, NB, S, FMT, HEADS, X, RUN, R, PTX)
-            qp += AHEAD * HALVES * 64
+            acc = add_stage(
+                acc, units, qp, xp, ss, stride, c * S, lane, eps, TILES, NB, S, FMT, HEADS, X, RUN, R, PTX, FINE
+            )
+            qp += AHEAD * HALVES * GROUP_WORDS
             xp += AHEAD * HALVES * 8
             units = following
         if TAIL:
@@ -190,11 +194,12 @@ def tile_products(
                 wp + AHEAD * 128, hp + AHEAD * HIGH, sp + AHEAD * 8, TILES, U, TAIL, FMT, X, RUN, PTX
             )  # fmt: skip
             acc = add_stage(
-                acc, units, qp, xp, ss, stride, (STAGES - 1) * S, lane, eps, TILES, NB, S, FMT, HEADS, X, RUN, R, PTX
-            )
+                acc, units, qp, xp, ss, stride, (STAGES - 1) * S, lane, eps, TILES, NB, S, FMT, HEADS, X, RUN, R, PTX,
+                FINE,
+            )  # fmt: skip
             acc = add_stage(
-                acc, rest, qp + AHEAD * HALVES * 64, xp + AHEAD * HALVES * 8, ss, stride, STAGES * S, lane, eps,
-                TILES, NB, TAIL, FMT, HEADS, X, RUN, R, PTX,
+                acc, rest, qp + AHEAD * HALVES * GROUP_WORDS, xp + AHEAD * HALVES * 8, ss, stride, STAGES * S, lane,
+                eps, TILES, NB, TAIL, FMT, HEADS, X, RUN, R, PTX, FINE,
             )  # fmt: skip
     return acc, squares
 
@@ -202,21 +207,23 @@ def tile_products(
 @triton.jit
 def rolling(
     acc, units, wp, hp, sp, qp, xp, TILES: tl.constexpr, U: tl.constexpr, S: tl.constexpr, EACH: tl.constexpr,
-    FMT: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr,
+    FMT: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Add `EACH` steps, `S` of which are under way at any time, and the activations of two; `units`: the first `S`."""
     columns = ()
     for i in tl.static_range(min(2, EACH)):
-        columns = columns + (load_activation(qp, xp, i * X, FMT, R, PTX),)  # noqa: RUF005
+        columns = columns + (load_activation(qp, xp, i * X, FMT, R, PTX, FINE),)  # noqa: RUF005
     for i in tl.static_range(EACH):
         b, scales = columns[i]
         if i + 2 < EACH:
-            columns = columns + (load_activation(qp, xp, (i + 2) * X, FMT, R, PTX),)  # noqa: RUF005
+            columns = columns + (load_activation(qp, xp, (i + 2) * X, FMT, R, PTX, FINE),)  # noqa: RUF005
         grown = ()
         for r in tl.static_range(TILES):
             unit = units[i * TILES + r]
-            low, top = unpack_scales(unit[2], FMT)
-            grown = grown + (add_unit(acc[r], unit[0], unit[1], low, top, b, scales, X, FMT, PTX, R),)  # noqa: RUF005
+            low, top = unpack_scales(unit[2], FMT, FINE)
+            grown = grown + (  # noqa: RUF005
+                add_unit(acc[r], unit[0], unit[1], low, top, b, scales, X, FMT, PTX, R, 0x4B400000, FINE),
+            )
         acc = grown
         if i + S < EACH:
             for r in tl.static_range(TILES):
@@ -229,14 +236,15 @@ def part_products(
     w, wh, ws, tile, q, s, ss, part, stride, eps,
     TILES: tl.constexpr, NB: tl.constexpr, U: tl.constexpr, S: tl.constexpr, FMT: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, X: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    FINE: tl.constexpr = False,
 ):  # fmt: skip
     """`tile_products` over part `part` of `PARTS` of K."""
     SHARE: tl.constexpr = U // PARTS
     GROUPS: tl.constexpr = SHARE * (1 if FMT == 8 else 2)  # of 32, four to a head
     acc, _squares = tile_products(
         w + part * (SHARE * 128), wh + part * (SHARE * (64 if FMT == 6 else 32)), ws + part * (SHARE * 8), tile,
-        q + part * (GROUPS * 64), s + part * (GROUPS * 8), ss + part * (GROUPS * 8), stride, eps,
-        TILES, NB, U, S, FMT, HEADS, 0, X, R, PTX, PDL, SHARE,
+        q + part * (GROUPS * GROUP_WORDS), s + part * (GROUPS * 8), ss + part * (GROUPS * 8), stride, eps,
+        TILES, NB, U, S, FMT, HEADS, 0, X, R, PTX, PDL, SHARE, False, FINE,
     )  # fmt: skip
     return acc
 
@@ -245,6 +253,7 @@ def part_products(
 def add_stage(
     acc, units, q, s, ss, stride, step, lane, eps, TILES: tl.constexpr, NB: tl.constexpr, S: tl.constexpr,
     FMT: tl.constexpr, HEADS: tl.constexpr, X: tl.constexpr, RUN: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr,
+    FINE: tl.constexpr,
 ):  # fmt: skip
     """One stage of S steps; with HEADS every run is summed alone and folded with its factor."""
     if HEADS:
@@ -255,13 +264,14 @@ def add_stage(
                 run = run + (units[h * RUN * TILES + i],)  # noqa: RUF005
             after = h * RUN * X * HALVES
             part = add_units(
-                fresh(TILES * NB, X), run, q + after * 64, s + after * 8, stride, TILES, NB, RUN, FMT, X, RUN, R, PTX
-            )
+                fresh(TILES * NB, X), run, q + after * GROUP_WORDS, s + after * 8, stride, TILES, NB, RUN, FMT, X, RUN,
+                R, PTX, FINE,
+            )  # fmt: skip
             head = (step // RUN + h) * X + tl.arange(0, X)[:, None]
             acc = fold_heads(acc, part, ss, stride, head, lane, eps, TILES, NB, R, PTX)
         return acc
     else:
-        return add_units(acc, units, q, s, stride, TILES, NB, S, FMT, X, RUN, R, PTX)
+        return add_units(acc, units, q, s, stride, TILES, NB, S, FMT, X, RUN, R, PTX, FINE)
 
 
 @triton.jit
@@ -279,6 +289,7 @@ def linear_kernel(
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
     ROWNORM: tl.constexpr, SIDE: tl.constexpr, FMT: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
     X: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    FINE: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor(t) * sum_k w[n, k] x[t, k]; with SIDE also fp32 `side_out` = bf16 `side_w` times `u` rows.
 
@@ -294,11 +305,11 @@ def linear_kernel(
     if SIDE and R == 8:
         pid -= tl.num_programs(1) - main
     if (pid >= 0) & (pid < main):
-        q = xq + first * (G32 * 64)
+        q = xq + first * (G32 * GROUP_WORDS)
         parts = ss + first * (PARTS * 8)
         acc, squares = tile_products(
             w, wh, ws, pid * TILES, q, xs + first * (G32 * 8), parts, G32, eps, TILES, NB, U, S, FMT, HEADS,
-            PARTS if ROWNORM else 0, X, R, PTX, PDL,
+            PARTS if ROWNORM else 0, X, R, PTX, PDL, 0, False, FINE,
         )  # fmt: skip
         lane = tl.arange(0, 32)
         for b in tl.static_range(NB):
@@ -422,7 +433,7 @@ def project(
     side_out: torch.Tensor | None = None,
     tile: _tiles.Tile | None = None,
 ) -> torch.Tensor:
-    """out [T, N] = matrix times activation rows; see `linear_kernel`.
+    """out [T, N] = matrix times activation rows, both planes of them; see `linear_kernel`.
 
     Args:
         norm: "row" applies the RMS factor of the whole row, "head" that of each head of 128, "none" nothing.
@@ -439,7 +450,7 @@ def project(
         side_out if side_out is not None else a.s, rows, extra, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, PARTS=a.ss.shape[1], HEADS=norm == "head",
         ROWNORM=norm == "row", SIDE=each, FMT=matrix.code, TILES=tile.tiles,
-        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows),
+        S=tile.steps, X=tile.warps, NB=blocks, R=_tiles.window(rows), FINE=True,
         **_tiles.launch(out, tile.warps, _tiles.projection_registers(matrix, tile, rows), leads=True),
     )  # fmt: skip
     return out

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._dequant import lane_factors, lane_squares, silu, store_lanes, sum_warps
+from ._dequant import lane_factors, lane_squares, silu, sum_warps
 from ._order import Activation, KernelMatrix
 from ._parts import PartialSums, is_last, put_part, take_parts
+from ._planes import GROUP_WORDS, store_lanes
 from .linear_decode import of_block, part_products, tile_products
 
 
@@ -43,7 +44,7 @@ def gate_up_kernel(
     SHARED: tl.constexpr = (INTER // 32 - WHOLE) * PARTS
     pid = tl.program_id(0)
     first = tl.program_id(1) * NB
-    q = xq + first * (K // 32 * 64)
+    q = xq + first * (K // 32 * GROUP_WORDS)
     s = xs + first * (K // 32 * 8)
     squares = ss + first * (SQUARES * 8)
     if SHARED == 0:

@@ -23,7 +23,6 @@ from ._dequant import (
     FRESH1,
     add_four,
     load_one,
-    round_bytes,
     rows_max,
     rows_sum,
     store_one,
@@ -54,6 +53,7 @@ from ._experts import (
     top_experts,
 )
 from ._order import Activation, KernelMatrix
+from ._planes import activation_byte, fine_bytes, fine_steps
 from ._room import room, room_of
 from .linear_decode import fresh, linear_kernel, norm_gains, side_programs, side_words
 
@@ -313,10 +313,13 @@ def finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_
         tl.store(x_out + t * N + n + i * 8, values[i], mask=one)
         tl.store(u_out + t * N + n + i * 8, u[i], mask=one)
     top = rows_max(top)
-    inverse = tl.where(top > 0.0, 127.0 / top, 0.0)
+    inverse = fine_steps(top)
     unit = (t // 8) * (N // 32) + group
     for i in tl.static_range(4):
-        tl.store(q_out + unit * 256 + t % 8 * 32 + i * 8 + lane // 4, round_bytes(u[i], inverse).to(tl.int8), mask=one)
+        first, second = fine_bytes(u[i], inverse)
+        at = q_out + activation_byte(unit, t % 8, i * 8 + lane // 4)
+        tl.store(at, first.to(tl.int8), mask=one)
+        tl.store(at + 8, second.to(tl.int8), mask=one)
     tl.store(s_out + unit * 8 + t % 8 + lane * 0, top / 127.0, mask=lane == 0)
     tl.store(ss_out + unit * 8 + t % 8 + lane * 0, rows_sum(square), mask=lane == 0)
 

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._dequant import EARLY1, load_one, rows_sum, store_lanes, sum_warps
+from ._dequant import EARLY1, load_one, rows_sum, sum_warps
 from ._order import Activation, KernelMatrix
 from ._parts import PartialSums, is_last, put_part, take_parts
+from ._planes import GROUP_WORDS, store_lanes
 from .linear_decode import norm_gains, of_block, part_products, tile_products
 
 
@@ -67,7 +68,7 @@ def linear_residual_kernel(
     w, wh, ws, xq, xs, ss, x, norm, sums, arrived, x_out, u_out, q_out, s_out, ss_out, rows, eps,
     N: tl.constexpr, U: tl.constexpr, K: tl.constexpr, SQUARES: tl.constexpr, HEADS: tl.constexpr, FMT: tl.constexpr,
     S: tl.constexpr, X: tl.constexpr, PARTS: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, FINE: tl.constexpr = False,
 ):  # fmt: skip
     """x_out = x + w @ a (fp32), and the int8 groups of x_out * (1 + norm): `PARTS` programs for each group of 32.
 
@@ -76,7 +77,7 @@ def linear_residual_kernel(
     G32: tl.constexpr = K // 32
     group = tl.program_id(0) // PARTS
     first = tl.program_id(1) * NB
-    q = xq + first * (G32 * 64)
+    q = xq + first * (G32 * GROUP_WORDS)
     s = xs + first * (G32 * 8)
     heads = ss + first * (SQUARES * 8)
     if PARTS == 1:
@@ -85,7 +86,7 @@ def linear_residual_kernel(
         for b in tl.static_range(NB):
             old = old + (early_rows(x, first + b, rows, group, N, R, PTX),)  # noqa: RUF005
         acc, _squares = tile_products(
-            w, wh, ws, group * 2, q, s, heads, G32, eps, 2, NB, U, S, FMT, HEADS, 0, X, R, PTX, PDL
+            w, wh, ws, group * 2, q, s, heads, G32, eps, 2, NB, U, S, FMT, HEADS, 0, X, R, PTX, PDL, 0, False, FINE
         )
         for b in tl.static_range(NB):
             y = sum_warps(of_block(acc, b, 2, NB), R)
@@ -93,7 +94,7 @@ def linear_residual_kernel(
     else:
         part = tl.program_id(0) % PARTS
         acc = part_products(w, wh, ws, group * 2, q, s, heads, part, G32, eps, 2, NB, U, S, FMT, HEADS, PARTS, X, R,
-                            PTX, PDL)  # fmt: skip
+                            PTX, PDL, FINE)  # fmt: skip
         index = tl.program_id(1) * (N // 32) + group
         room = sums + index * (PARTS * NB * 256)
         for b in tl.static_range(NB):
@@ -129,12 +130,14 @@ def project_residual(
     *,
     eps: float = 1e-6,
     norm: str = "none",
+    fine: bool = True,
     tile: _tiles.Tile | None = None,
 ) -> None:
     """x_out [T, N] = x + matrix times `a`; u_out = x_out * (1 + next_norm) and its int8 form in `a_out`.
 
     `x` is read while the launch in front still runs: it must be the work of an earlier one. `norm`: as of
-    `linear_decode.project`, "head" or "none". `sums`: room for parts, where the tile has several.
+    `linear_decode.project`, "head" or "none". `fine`: of both planes of `a`, or of the first. `sums`: room for parts,
+    where the tile has several.
 
     Raises:
         ValueError: too little room in `sums`.
@@ -148,6 +151,6 @@ def project_residual(
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, x, next_norm, sums.values, sums.arrived, x_out, u_out,
         a_out.q.view(torch.int8), a_out.s, a_out.ss, rows, eps,
         N=matrix.rows, U=matrix.groups, K=matrix.columns, SQUARES=a.ss.shape[1], HEADS=norm == "head", FMT=matrix.code,
-        S=tile.steps, X=tile.warps, PARTS=tile.parts, NB=blocks, R=_tiles.window(rows),
+        S=tile.steps, X=tile.warps, PARTS=tile.parts, NB=blocks, R=_tiles.window(rows), FINE=fine,
         **_tiles.launch(x, tile.warps, _tiles.residual_registers(matrix, tile, rows), leads=rows == 1),
     )  # fmt: skip

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._dequant import store_groups, wait_for_inputs
+from ._dequant import wait_for_inputs
 from ._order import Activation
+from ._planes import store_groups
 
 
 @triton.jit

@@ -205,7 +205,7 @@ class FusedLayers:
         if not isinstance(ffn, PackedMoe):
             inner = first_rows(work.inner, rows)
             gate_up(ffn.gate_up, a, rows, inner, work.sums, eps=self.eps)
-            project_residual(ffn.down, inner, y, next_norm, x, u, a, work.sums, eps=self.eps)
+            project_residual(ffn.down, inner, y, next_norm, x, u, a, work.sums, eps=self.eps, fine=False)
             return
         logits, shared, ids, shares = work.router[:rows], work.shared[:rows], work.ids[:rows], work.shares[:rows]
         route_and_shared(ffn.shared_gate_up, ffn.router, a, u, shared, logits, eps=self.eps)

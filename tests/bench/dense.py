@@ -110,7 +110,9 @@ class Calls:
         else:
             x, y = self.x
             norm = "none" if self.role == "down" else "head"
-            residual.project_residual(w, self.a, x, self.norm, y, self.u, self.out, self.sums, norm=norm)
+            residual.project_residual(
+                w, self.a, x, self.norm, y, self.u, self.out, self.sums, norm=norm, fine=norm == "head"
+            )
 
     def result(self) -> list[torch.Tensor]:
         """What the last call left."""

@@ -96,6 +96,7 @@ def linear(
     return {
         "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "PARTS": k // 32, "HEADS": False, "ROWNORM": True,
         "SIDE": side and (2 if blocks > 1 else 1), "FMT": fmt, "TILES": tiles, "S": steps, "X": warps, "NB": blocks, "R": rows if blocks == 1 else 8,
+        "FINE": True,
     }  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def residual(fmt: int, n: int, k: int, steps: int, warps: int, heads: bool = Fal
     """Constants of `linear_residual_kernel`."""
     return {
         "N": n, "U": k // (32 if fmt == 8 else 64), "K": k, "SQUARES": k // 32, "HEADS": heads, "FMT": fmt, "S": steps,
-        "X": warps, "PARTS": parts, "NB": 1, "R": rows,
+        "X": warps, "PARTS": parts, "NB": 1, "R": rows, "FINE": heads,
     }  # fmt: skip
 
 
@@ -159,7 +160,7 @@ def cases(full: bool = False):
     for label, fmt, rows in (("head", 6, 248320), ("draft head", 4, 131072)) if full else (("head", 6, 248320),):
         k, steps = (2048, 8) if full else (768, 1)  # three stages: the loop
         constants = linear(fmt, rows, k, 2, steps, 4)
-        for name in ("HEADS", "ROWNORM", "SIDE", "TILES"):
+        for name in ("HEADS", "ROWNORM", "SIDE", "TILES", "FINE"):
             del constants[name]
         yield label, head_decode.head_kernel, 4, {}, constants | {"LOGITS": True}
     yield "greedy", head_decode.greedy_kernel, 8, {}, {"MAPPED": True, "BLOCK": 4096}

@@ -22,15 +22,17 @@ from ninfer_core.kernels import (
     moe_decode,
     residual_decode,
 )
-from ninfer_core.kernels._order import GROUP, Activation, pack_codes, quantize_rows_ref
+from ninfer_core.kernels._order import GROUP, Activation, fine_rows_ref, pack_codes, quantize_rows_ref
 from ninfer_core.kernels._parts import PartialSums
 from tests.kernels.interpreter import run
 
 NAN = float("nan")
 EXACT = 1e-6
 """fp32 sums in another order."""
-INT8 = 0.02
-"""Int8 rows with one scale per 32 values, against unrounded ones."""
+FINE = 0.002
+"""Rows of two planes with one scale per 32 values, against unrounded ones."""
+MIXED = 0.005
+"""The same behind values that are rounded to bf16 on the way, a few of them to the other side."""
 
 
 def matrix(rows, columns, fmt):
@@ -124,7 +126,7 @@ def residual():
     near(x_out, x + a.values(3) @ values.T, EXACT, "x")
     same(u_out, x_out * (1 + norm.float()), "u")
     q, s, parts = out.rows(3)
-    words, scales = quantize_rows_ref(u_out)
+    words, scales = fine_rows_ref(u_out)
     same(q, words, "codes")
     near(s, scales, EXACT, "scales")
     near(parts.sum(1), (x_out**2).sum(1), EXACT, "sums of squares")
@@ -177,12 +179,13 @@ def experts(fmt_up, fmt_down, rows, inner=64, tile=None):
     ids, weights = torch.full((rows, top_k), -1, dtype=torch.int32), torch.full((rows, top_k), NAN)
     moe_decode.route_and_shared(shared_up, router, a, x, shared, logits)
     near(logits, (x @ router.float().T) * factor, EXACT, "logits")
-    near(shared, (a.values(rows) @ shared_up_values.T) * factor, EXACT, "shared gate/up")
+    first = a.values(rows, fine=False)
+    near(shared, (first @ shared_up_values.T) * factor, EXACT, "shared gate/up")
     moe_decode.expert_gate_up(up, a, logits, shared, h, ids, weights, ahead=down, tile=tile)
     best, order = logits[:, :count].topk(top_k)
     same(ids.long(), order, "ids")
     near(weights, best.softmax(-1), EXACT, "weights")
-    y = torch.einsum("tsik,tk->tsi", up_values.view(count, 2 * inner, width)[order], a.values(rows)) * factor[..., None]
+    y = torch.einsum("tsik,tk->tsi", up_values.view(count, 2 * inner, width)[order], first) * factor[..., None]
     hidden = (silu(y[..., :inner]) * y[..., inner:]).view(-1, inner)
     hidden = torch.cat([hidden, silu(shared[:, :inner]) * shared[:, inner:]])
     words, scales = quantize_rows_ref(hidden)
@@ -203,7 +206,7 @@ def experts(fmt_up, fmt_down, rows, inner=64, tile=None):
         inner_rows[-rows:] @ shared_down_values.T
     )
     near(x_out - x, expected, 1e-5, "x")
-    same(out.rows(rows)[0], quantize_rows_ref(u_out)[0], "codes")
+    same(out.rows(rows)[0], fine_rows_ref(u_out)[0], "codes")
     near(out.rows(rows)[2].sum(1), (x_out**2).sum(1), EXACT, "sums of squares")
     if rows == 1:
         return
@@ -257,7 +260,7 @@ def delta():
         out.q[0, :, t], out.s[0, :, t] = single[0][t], single[1][t]
     factor = torch.rsqrt(single[2].view(tokens, heads, 4).sum(-1) / 128 + 1e-6)
     got = out.values(tokens).view(tokens, heads, 128) * factor[..., None]
-    near(got, delta_reference(projected, ab, taps, a_log, bias, norm, heads), INT8, "output")
+    near(got, delta_reference(projected, ab, taps, a_log, bias, norm, heads), MIXED, "output")
 
 
 def delta_batch():
@@ -376,7 +379,7 @@ def attend(first, rows, most, int8, heads=2, kv_heads=1):
     for row, t in enumerate(range(first, tokens)):
         score = torch.einsum("hd,thd->ht", q[t], stored[0, : t + 1].repeat_interleave(heads // kv_heads, 1)) / 16
         y = torch.einsum("ht,thd->hd", score.softmax(-1), stored[1, : t + 1].repeat_interleave(heads // kv_heads, 1))
-        near(window.values(rows)[row], (y * torch.sigmoid(gate[t])).flatten(), INT8, f"token {t}")
+        near(window.values(rows)[row], (y * torch.sigmoid(gate[t])).flatten(), FINE, f"token {t}")
         if rows > 1 and row < (1 if tokens > 128 else 2):  # on both sides of the border; a long one takes long
             alone = run(t, 1).rows(1)
             same(alone[0][0], window.rows(rows)[0][row], f"token {t} alone: codes")
@@ -391,8 +394,8 @@ def dense():
     weight = pack_codes(mlp_decode.interleave_gate_up(codes), mlp_decode.interleave_gate_up(scales), "Q4")
     a, sums = activation(rows, width), PartialSums.empty(rows, 64, 2, "cpu")
     factor = torch.rsqrt(a.rows(rows)[2].sum(1, keepdim=True) / width + 1e-6)
-    y = (a.values(rows) @ values.T) * factor
-    words, expected = quantize_rows_ref(silu(y[:, :inner]) * y[:, inner:])
+    y = (a.values(rows, fine=False) @ values.T) * factor
+    words, expected = fine_rows_ref(silu(y[:, :inner]) * y[:, inner:])
     for tile, whole, count in ((None, None, 3), ((4, 2, 1, 2), 1, rows), ((4, 1, 2, 2), 1, 1), ((4, 1, 1, 4), 0, 1)):
         if tile == (4, 1, 1, 4):
             sums = PartialSums.empty(count, 128, 4, "cpu")
@@ -402,7 +405,7 @@ def dense():
         mlp_decode.gate_up(weight, a, count, out, sums, tile=made, whole=whole)
         near(out.rows(count)[1], expected[:count], 1e-5, f"scales by {tile}")
         # A value at a rounding border may fall either way.
-        assert (out.rows(count)[0] != words[:count]).sum() <= 2, f"codes by {tile}"
+        assert (out.rows(count)[0] != words[:count]).sum() <= 8, f"codes by {tile}"
         assert not sums.arrived.any(), "counts are left behind"
 
 
@@ -417,7 +420,7 @@ def head():
         logits, token = torch.full((2, 96), NAN), torch.full((2,), -1, dtype=torch.int32)
         head_decode.head(weight, a, found, logits, addressable=addressable)
         factor = torch.rsqrt(a.rows(2)[2].sum(1, keepdim=True) / 64 + 1e-6)
-        near(logits, (a.values(2) @ values.T) * factor, EXACT, "logits")
+        near(logits, (a.values(2, fine=False) @ values.T) * factor, EXACT, "logits")
         head_decode.greedy(found, token)
         same(token.long(), logits[:, :addressable].argmax(1), "greedy token")
     names = torch.randperm(96).int()
@@ -439,7 +442,7 @@ def embed(fmt):
     embedding_decode.embed(table, tokens, norm, x, u, out)
     same(x, values[tokens.long()], "rows")
     same(u, x * (1 + norm.float()), "u")
-    same(out.rows(3)[0], quantize_rows_ref(u)[0], "codes")
+    same(out.rows(3)[0], fine_rows_ref(u)[0], "codes")
     near(out.rows(3)[2], (x**2).view(3, 8, 32).sum(-1), EXACT, "sums of squares")
 
 

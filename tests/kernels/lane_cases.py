@@ -12,7 +12,7 @@ import torch
 
 from ninfer_core.config import config_from_dict
 from ninfer_core.kernels import lanes_decode, rows_decode
-from ninfer_core.kernels._order import Activation, quantize_rows_ref
+from ninfer_core.kernels._order import Activation, fine_rows_ref
 from ninfer_core.kernels.head_decode import Candidates
 from ninfer_core.kernels.lanes_decode import (
     LANE,
@@ -333,7 +333,7 @@ def finish():
     out, h = Activation.empty(rows, width, 1, "cpu"), torch.full((rows, width), torch.nan)
     rows_decode.finish_rows(u, a, out, h, keep=(ring, slots, lengths))
     assert torch.allclose(h, want, rtol=1e-6, atol=1e-7)
-    words, scales = quantize_rows_ref(h)
+    words, scales = fine_rows_ref(h)
     assert torch.equal(out.rows(rows)[0], words) and torch.allclose(out.rows(rows)[1], scales, rtol=1e-6)
     for row, (slot, place) in enumerate(((2, 9 % 5), (2, 10 % 5), (1, 3), (1, 4))):
         assert torch.allclose(ring[slot, place].float(), h[row], rtol=2**-7)
@@ -354,7 +354,7 @@ def draft_input():
     left = u * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
     right = hidden * torch.rsqrt((hidden * hidden).mean(-1, keepdim=True) + 1e-6) * (1 + norm.float())
     want = torch.cat([left, right], 1)
-    assert ((out.values(rows) - want).norm() / want.norm()) < 0.01
+    assert ((out.values(rows) - want).norm() / want.norm()) < 0.002
 
 
 def workspace():
