@@ -201,6 +201,17 @@ def load_values(codes, scales, place, last, INT8: tl.constexpr, PTX: tl.constexp
 
 
 @triton.jit
+def no_page():
+    """Zeros in place of what `load_keys` and `load_values` give of an INT8 page."""
+    z = tl.zeros([4, 32], tl.int32)
+    two = (z, z)
+    four = (z, z, z, z)
+    key = (four, four)
+    value = (two, two, two, two)
+    return (key, key, key, key), four, (value, value, value, value), four
+
+
+@triton.jit
 def page_steps(words, last):
     """Value scales of the warp's token g, four, and of its token g + 8; zero from token `last` of the page on."""
     token = tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 32)[None, :] // 4

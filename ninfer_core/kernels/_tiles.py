@@ -76,7 +76,7 @@ class ExpertRegisters(NamedTuple):
     up_items: int | None = 80
     down_row: int | None = None
     down_pairs: int | None = 128
-    down_items: int | None = None
+    down_items: int | None = 80
 
 
 class Family(NamedTuple):
@@ -115,9 +115,17 @@ class Family(NamedTuple):
     blocks: int = 4
     router_blocks: int = 1
     side: int = 2
+    router_side: int = 4
     many_steps: int = 8
     many_registers: int = 168
     early: bool = False
+    attention_depth: int = 2
+    pair_rows: int = 4
+    head_many_steps: int = 4
+    head_many_registers: int = 128
+    rolling_up: bool = True
+    rolling_down: bool = True
+    item_down_steps: int = 3
     ahead: int = 0
     rolling: bool = False
 
@@ -217,7 +225,9 @@ def head(matrix: KernelMatrix, rows: int) -> Tile:
         count = warps(matrix.groups, deep.warps)
         return Tile(2, steps(matrix.groups, count, deep.steps if rows <= 8 else deep.steps // 2), count)
     count = warps(matrix.groups, most.warps * (2 if long else 1))
-    return Tile(2, steps(matrix.groups, count, most.steps if rows <= 8 or long else 4), count)
+    return Tile(
+        2, steps(matrix.groups, count, most.steps if rows <= 8 or long else family(matrix.words).head_many_steps), count
+    )
 
 
 def head_registers(matrix: KernelMatrix, tile: Tile, blocks: int) -> int | None:
@@ -225,7 +235,11 @@ def head_registers(matrix: KernelMatrix, tile: Tile, blocks: int) -> int | None:
     most = family(matrix.words)
     if blocks == 1:
         return most.head_registers if matrix.format == "Q4" and is_long(matrix, most.projection) else None
-    return {4: 168, 2: 128}.get(blocks) if tile.warps <= 4 and not is_long(matrix, most.projection) else None
+    return (
+        {4: most.head_many_registers, 2: 128}.get(blocks)
+        if tile.warps <= 4 and not is_long(matrix, most.projection)
+        else None
+    )
 
 
 def router(matrix: KernelMatrix) -> Tile:
@@ -241,8 +255,10 @@ def router_blocks(tensor: torch.Tensor, rows: int) -> int:
 
 
 def side(tensor: torch.Tensor, rows: int) -> int:
-    """High-precision weight rows of a warp: two halve what many rows read of their activations."""
-    return 1 if rows <= 8 else family(tensor).side
+    """High-precision weight rows of a warp: two halve what many rows read of their activations, four of a router."""
+    if rows <= 8:
+        return 1
+    return family(tensor).router_side if tensor.shape[0] > 128 else family(tensor).side
 
 
 def experts(matrix: KernelMatrix) -> Tile:
@@ -260,7 +276,15 @@ def expert_held(matrix: KernelMatrix, warps: int) -> int:
 def expert_steps(matrix: KernelMatrix, warps: int, rows: int) -> int:
     """Steps that a warp of the routed gate/up has in flight in a call of several rows."""
     most = family(matrix.words)
-    return parts(matrix.groups // warps, most.expert_steps if rows <= 8 else most.item_steps)
+    share = matrix.groups // warps
+    if not listed(matrix.words, rows):
+        return parts(share, most.expert_steps)
+    return min(share, most.item_steps) if most.rolling_up else parts(share, most.item_steps)
+
+
+def listed(tensor: torch.Tensor, rows: int) -> bool:
+    """Whether a call's rows are listed by expert, not a program for each of their pairs."""
+    return rows > family(tensor).pair_rows
 
 
 def down_steps(matrix: KernelMatrix, held: int) -> int:
@@ -299,6 +323,15 @@ def attention_rows(rows: int, codes: torch.Tensor) -> int:
     With bf16 pages the registers hold one.
     """
     return next(n for n in (1, 2, 4) if n >= min(rows, 4)) if codes.dtype == torch.int8 else 1
+
+
+def attention_depth(programs: int, rows: int, codes: torch.Tensor) -> int:
+    """INT8 pages that an attention program has under way: two where registers hold them and all run at once anyway.
+
+    `programs` of `rows` rows each. More programs than two a multiprocessor do better three at a time with one page.
+    """
+    deep = rows == 1 and codes.dtype == torch.int8 and programs <= 2 * processors(codes.device)
+    return family(codes).attention_depth if deep else 1
 
 
 def most_splits(device: torch.device, kv_heads: int) -> int:

@@ -15,6 +15,7 @@ keys of the next page while this one's values are added up, the next values whil
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,7 @@ from ._pages import (
     key_halves,
     load_keys,
     load_values,
+    no_page,
     page_steps,
     pair_values,
     value_halves,
@@ -302,12 +304,82 @@ def pages_per_split(position, MOST: tl.constexpr):
     return tl.maximum(page // MOST, tl.minimum(page // SHORT_PAGES, 1)) + 1
 
 
+@triton.jit
+def next_page(table, page, turn, later, stop):
+    """The page behind `page`, and where it lies; of the last one itself.
+
+    `turn`: the end of the first row's split, where the last row's begins at `later`.
+    """
+    after = page + 1
+    after = tl.where(after == turn, tl.maximum(after, later), after)
+    return after, tl.load(table + tl.minimum(after, stop - 1), cache_modifier=".cg").to(tl.int64) * 64
+
+
+@triton.jit
+def add_page(
+    acc, best, mass, q, keys, key_steps, values, value_steps, page, soon, soon_place, stop, split, n, block,
+    queries_at, keys_of, key_scales, values_of, value_scales, MOST: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+    INT8: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Output, maximum and sum of every row with one page more; in place of its keys and values those of page `soon`."""
+    weights_at = queries_at + ROWS * QUERY_BYTES
+    tops_at = weights_at + ROWS * WEIGHT_BYTES
+    scores = score_page(queries_at, q, keys, key_steps, ROWS, INT8, PTX)
+    if soon < stop:
+        keys, key_steps = load_keys(keys_of, key_scales, soon_place, INT8, PTX)
+    masked = ()
+    tops = ()
+    for i in tl.static_range(ROWS):
+        position = n + tl.minimum(block * ROWS + i, R - 1)
+        own = pages_per_split(position, MOST)
+        inside = (page >= split * own) & (page < split * own + own)
+        one = mask_scores(scores[i], tl.where(inside, position + 1 - page * 64, 0))
+        masked = masked + (one,)  # noqa: RUF005
+        even = column_max(tl.maximum(one[0], one[2]), PTX)
+        odd = column_max(tl.maximum(one[1], one[3]), PTX)
+        tops = tops + (put_pair(tops_at + i * TOP_BYTES, even, odd, PTX),)  # noqa: RUF005
+    tl.debug_barrier()
+    if INT8:
+        scales_of = page_steps(value_steps, n + R - page * 64)
+    else:
+        scales_of = ()
+    words = ()
+    shrink = ()
+    new_best = ()
+    new_mass = ()
+    for i in tl.static_range(ROWS):
+        t = take_pairs(tops_at + i * TOP_BYTES, tops[i], PTX)
+        even = tl.maximum(tl.maximum(best[i][0], t[0]), tl.maximum(tl.maximum(t[2], t[4]), t[6]))
+        odd = tl.maximum(tl.maximum(best[i][1], t[1]), tl.maximum(tl.maximum(t[3], t[5]), t[7]))
+        less = (power(best[i][0] - even, PTX), power(best[i][1] - odd, PTX))
+        s = masked[i]
+        p = (power(s[0] - even, PTX), power(s[1] - odd, PTX), power(s[2] - even, PTX), power(s[3] - odd, PTX))
+        words = words + (  # noqa: RUF005
+            put_weights(weights_at + i * WEIGHT_BYTES, p, scales_of, INT8, PTX),
+        )
+        shrink = shrink + (less,)  # noqa: RUF005
+        new_best = new_best + ((even, odd),)  # noqa: RUF005
+        new_mass = new_mass + (  # noqa: RUF005
+            (mass[i][0] * less[0] + (p[0] + p[2]), mass[i][1] * less[1] + (p[1] + p[3])),
+        )
+    best = new_best
+    mass = new_mass
+    tl.debug_barrier()
+    weights = ()
+    for i in tl.static_range(ROWS):
+        weights = weights + (take_weights(weights_at + i * WEIGHT_BYTES, words[i], INT8, PTX),)  # noqa: RUF005
+    acc = add_values(acc, weights, shrink, values, ROWS, INT8, PTX)
+    if soon < stop:
+        values, value_steps = load_values(values_of, value_scales, soon_place, n + R - soon * 64, INT8, PTX)
+    return acc, best, mass, keys, key_steps, values, value_steps
+
+
 @triton.jit(do_not_specialize=["pages", "table_stride", "splits"])
 def attention_split_kernel(
     projected, q_gain, k_gain, cos, sin, codes, code_bytes, scales, scale_halves, tables, lengths, part_out, part_max,
     part_sum, pages, table_stride, splits, eps,
     H: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, INT8: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (split, KV head, sequence * blocks of ROWS rows): unnormalised output, maximum and sum of a row's heads.
 
@@ -344,14 +416,20 @@ def attention_split_kernel(
         place = tl.load(table + page, cache_modifier=".cg").to(tl.int64) * 64
         keys, key_steps = load_keys(keys_of, key_scales, place, INT8, PTX)
         values, value_steps = load_values(values_of, value_scales, place, n + R - page * 64, INT8, PTX)
-        following = page + 1
-        following = tl.where(following == turn, tl.maximum(following, later), following)
-        next_place = tl.load(table + tl.minimum(following, stop - 1), cache_modifier=".cg").to(tl.int64) * 64
+        following, following_place = next_page(table, page, turn, later, stop)
+        soon, soon_place = following, following_place
+        next_keys, next_key_steps, next_values, next_value_steps = (), (), (), ()
+        if DEPTH == 2:
+            next_keys, next_key_steps, next_values, next_value_steps = no_page()
+            if following < stop:
+                last = n + R - following * 64
+                next_keys, next_key_steps = load_keys(keys_of, key_scales, following_place, INT8, PTX)
+                next_values, next_value_steps = load_values(values_of, value_scales, following_place, last, INT8, PTX)
+            soon, soon_place = next_page(table, following, turn, later, stop)
         at = q_gain + lane % 16 * 8 + warp * 0
         gain = (load_four(at, WEIGHT4, PTX), load_four(at + 4, WEIGHT4, PTX))
         queries_at = own_room(ROWS, PTX)
-        weights_at = queries_at + ROWS * QUERY_BYTES
-        tops_at = weights_at + ROWS * WEIGHT_BYTES
+        tops_at = queries_at + ROWS * (QUERY_BYTES + WEIGHT_BYTES)
         wait_for_inputs(PDL)
         if stop * 64 > n:
             append_rows(
@@ -362,6 +440,13 @@ def attention_split_kernel(
             if page * 64 + 64 > n:
                 keys, key_steps = load_keys(keys_of, key_scales, place, INT8, PTX)
                 values, value_steps = load_values(values_of, value_scales, place, n + R - page * 64, INT8, PTX)
+            if DEPTH == 2:  # noqa: SIM102  # known to the compiler
+                if (following < stop) & (following * 64 + 64 > n):
+                    last = n + R - following * 64
+                    next_keys, next_key_steps = load_keys(keys_of, key_scales, following_place, INT8, PTX)
+                    next_values, next_value_steps = load_values(
+                        values_of, value_scales, following_place, last, INT8, PTX
+                    )
         q = ()
         acc = ()
         best = ()
@@ -377,62 +462,28 @@ def attention_split_kernel(
             mass = mass + ((z, z),)  # noqa: RUF005
         tl.debug_barrier()
         while page < stop:
-            first = page * 64
-            last = n + R - first
-            after = following + 1
-            after = tl.where(after == turn, tl.maximum(after, later), after)
-            after_place = tl.load(table + tl.minimum(after, stop - 1)).to(tl.int64) * 64
-            scores = score_page(queries_at, q, keys, key_steps, ROWS, INT8, PTX)
-            if following < stop:
-                keys, key_steps = load_keys(keys_of, key_scales, next_place, INT8, PTX)
-            masked = ()
-            tops = ()
-            for i in tl.static_range(ROWS):
-                position = n + tl.minimum(block * ROWS + i, R - 1)
-                own = pages_per_split(position, MOST)
-                inside = (page >= split * own) & (page < split * own + own)
-                one = mask_scores(scores[i], tl.where(inside, position + 1 - first, 0))
-                masked = masked + (one,)  # noqa: RUF005
-                even = column_max(tl.maximum(one[0], one[2]), PTX)
-                odd = column_max(tl.maximum(one[1], one[3]), PTX)
-                tops = tops + (put_pair(tops_at + i * TOP_BYTES, even, odd, PTX),)  # noqa: RUF005
-            tl.debug_barrier()
-            if INT8:
-                scales_of = page_steps(value_steps, last)
-            else:
-                scales_of = ()
-            words = ()
-            shrink = ()
-            new_best = ()
-            new_mass = ()
-            for i in tl.static_range(ROWS):
-                t = take_pairs(tops_at + i * TOP_BYTES, tops[i], PTX)
-                even = tl.maximum(tl.maximum(best[i][0], t[0]), tl.maximum(tl.maximum(t[2], t[4]), t[6]))
-                odd = tl.maximum(tl.maximum(best[i][1], t[1]), tl.maximum(tl.maximum(t[3], t[5]), t[7]))
-                less = (power(best[i][0] - even, PTX), power(best[i][1] - odd, PTX))
-                s = masked[i]
-                p = (power(s[0] - even, PTX), power(s[1] - odd, PTX), power(s[2] - even, PTX), power(s[3] - odd, PTX))
-                words = words + (  # noqa: RUF005
-                    put_weights(weights_at + i * WEIGHT_BYTES, p, scales_of, INT8, PTX),
-                )
-                shrink = shrink + (less,)  # noqa: RUF005
-                new_best = new_best + ((even, odd),)  # noqa: RUF005
-                new_mass = new_mass + (  # noqa: RUF005
-                    (mass[i][0] * less[0] + (p[0] + p[2]), mass[i][1] * less[1] + (p[1] + p[3])),
-                )
-            best = new_best
-            mass = new_mass
-            tl.debug_barrier()
-            weights = ()
-            for i in tl.static_range(ROWS):
-                weights = weights + (take_weights(weights_at + i * WEIGHT_BYTES, words[i], INT8, PTX),)  # noqa: RUF005
-            acc = add_values(acc, weights, shrink, values, ROWS, INT8, PTX)
-            if following < stop:
-                last = n + R - following * 64
-                values, value_steps = load_values(values_of, value_scales, next_place, last, INT8, PTX)
+            after, after_place = next_page(table, soon, turn, later, stop)
+            acc, best, mass, keys, key_steps, values, value_steps = add_page(
+                acc, best, mass, q, keys, key_steps, values, value_steps, page, soon, soon_place, stop, split, n,
+                block, queries_at, keys_of, key_scales, values_of, value_scales, MOST, R, ROWS, INT8, PTX,
+            )  # fmt: skip
             page = following
-            following = after
-            next_place = after_place
+            if DEPTH == 2:
+                following = soon
+                soon, soon_place = after, after_place
+                if page < stop:
+                    after, after_place = next_page(table, soon, turn, later, stop)
+                    acc, best, mass, next_keys, next_key_steps, next_values, next_value_steps = add_page(
+                        acc, best, mass, q, next_keys, next_key_steps, next_values, next_value_steps, page, soon,
+                        soon_place, stop, split, n, block, queries_at, keys_of, key_scales, values_of, value_scales,
+                        MOST, R, ROWS, INT8, PTX,
+                    )  # fmt: skip
+                    page = following
+                    following = soon
+                    soon, soon_place = after, after_place
+            else:
+                following = after
+                soon, soon_place = after, after_place
         sums = ()
         for i in tl.static_range(ROWS):
             even, odd = column_sum(mass[i][0], PTX), column_sum(mass[i][1], PTX)
@@ -533,12 +584,14 @@ def attend_splits(
     int8 = scales is not None
     block = _tiles.attention_rows(rows, codes)
     words = codes.view(torch.int32)
-    attention_split_kernel[(splits, kv_heads, batch * triton.cdiv(rows, block))](
+    grid = (splits, kv_heads, batch * triton.cdiv(rows, block))
+    attention_split_kernel[grid](
         projected.view(torch.int32), q_gain.view(torch.int32), k_gain.view(torch.int32), cos, sin,
         words, codes if int8 else words.view(torch.float32), scales.view(torch.int32) if int8 else words,
         scales if int8 else words, tables, lengths, workspace.out, workspace.top, workspace.mass, pages,
         tables.stride(0), splits, eps,
         H=heads, KH=kv_heads, R=rows, MOST=workspace.most, ROWS=block, INT8=int8,
+        DEPTH=_tiles.attention_depth(math.prod(grid), block, codes),
         **_tiles.launch(projected, 4),
     )  # fmt: skip
 

@@ -295,8 +295,8 @@ def linear_kernel(
 
     Programs (blocks, row tiles): those that share weights start together, and memory is read once for all.
 
-    `SIDE`: rows of `side_w` a warp, 0 for none. Their programs come first where they have four rows or more to a
-    program, and take as long as the others; behind them with fewer.
+    `SIDE`: rows of `side_w` a warp, 0 for none. Their programs come first in calls of five rows and more, where they
+    take as long as the others; behind them with fewer.
     """
     G32: tl.constexpr = K // 32
     main: tl.constexpr = N // (16 * TILES)
@@ -326,12 +326,13 @@ def linear_kernel(
                         value = y[r][h * 2 + e] * factor[e]
                         tl.store(out + t * N + n, value.to(out.dtype.element_ty), mask=live)
     elif SIDE:
-        QUADS: tl.constexpr = NB * 2 if R == 8 else 1
+        EACH: tl.constexpr = (2 if SIDE == 1 else 4) if R == 8 else R
+        SHARES: tl.constexpr = NB * 8 // EACH if R == 8 else 1
         index = tl.program_id(1) if R == 8 else pid - main
-        t0 = first * 8 + index % QUADS * 4
+        t0 = first * 8 + index % SHARES * EACH
         side_products(
-            u, side_w, side_out, ss, index // QUADS * (X * SIDE), t0, rows, side_rows, eps, K, PARTS, X, SIDE,
-            4 if R == 8 else R, PTX, PDL,
+            u, side_w, side_out, ss, index // SHARES * (X * SIDE), t0, rows, side_rows, eps, K, PARTS, X, SIDE, EACH,
+            PTX, PDL,
         )  # fmt: skip
 
 
@@ -414,11 +415,15 @@ def side_words(side: torch.Tensor) -> torch.Tensor:
 
 
 def side_programs(side: torch.Tensor | None, tile: _tiles.Tile, rows: int, blocks: int) -> tuple[int, int]:
-    """Programs of `side_products` beside the others of the same `blocks` blocks: four rows each of more; and `SIDE`."""
+    """Programs of `side_products` beside the others of the same `blocks` blocks; and `SIDE`.
+
+    Of eight rows a program takes two, of more four.
+    """
     if side is None:
         return 0, 0
     each = _tiles.side(side, rows)
-    return triton.cdiv(side.shape[0], tile.warps * each) * (2 * blocks if _tiles.window(rows) == 8 else 1), each
+    shares = blocks * (4 if each == 1 else 2) if _tiles.window(rows) == 8 else 1
+    return triton.cdiv(side.shape[0], tile.warps * each) * shares, each
 
 
 def project(

@@ -43,6 +43,7 @@ from ._experts import (
     item_tile,
     of_slot,
     outer_sums,
+    rolling_inner_sums,
     row_columns,
     row_squares,
     shared_rows,
@@ -73,20 +74,30 @@ def choose_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def list_kernel(ids, items, used, rows, TOPK: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, PTX: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
-    """Programs (`OWN` experts): the call's work items, an expert with up to four of its pairs each, by expert, by row.
+def list_kernel(
+    logits, ids, weights, items, used, rows,
+    E: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
+    CHOOSES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (`OWN` experts): the work items of a call of `MOST` rows at most, by expert, by row.
 
-    An item is a line of `items` [., 8]: four pairs (row * TOPK + slot), the last of fewer repeated, and the expert.
+    `CHOOSES`: every program first does what `choose_kernel` does otherwise, all alike, and keeps to what it stored.
+    An item is a line of `items` [., 8]: four pairs (row * TOPK + slot) of an expert, the last of fewer repeated, and
+    the expert.
     """
-    MOST: tl.constexpr = LIST // PAIRS
-    pair = tl.arange(0, LIST * TOPK)
+    pair = tl.arange(0, MOST * TOPK)
     every = tl.arange(0, BLOCK)
     first = tl.program_id(0) * OWN
     own = first + tl.arange(0, OWN)
     wait_for_inputs(PDL)
     inside = pair < rows * TOPK
-    chosen = tl.load(ids + pair, mask=inside, other=0)
+    if CHOOSES:
+        for block in tl.static_range(MOST // 8):
+            t = block * 8 + tl.arange(0, 8)
+            found, best = top_experts(logits, t, rows, FRESH1, E, TOPK, PTX)
+            store_choice(ids, weights, found, shares_of(best, TOPK), t, t < rows, TOPK, PTX)
+        tl.debug_barrier()
+    chosen = tl.load(ids + pair, mask=inside, other=0, cache_modifier=".cg")
     lines = (tl.histogram(chosen, BLOCK, mask=inside) + (PAIRS - 1)) // PAIRS
     before = tl.sum(tl.where(every < first, lines, 0), 0)
     tl.store(used, tl.sum(lines, 0), mask=first == 0)
@@ -100,7 +111,7 @@ def list_kernel(ids, items, used, rows, TOPK: tl.constexpr, BLOCK: tl.constexpr,
     tl.store(at, pair[None, :], mask=member)
     for more in tl.static_range(1, PAIRS):
         tl.store(at + more, pair[None, :], mask=last & (place % PAIRS + more < PAIRS))
-    line = tl.arange(0, MOST)[None, :]
+    line = tl.arange(0, MOST // PAIRS)[None, :]
     tl.store(items + (start[:, None] + line) * ITEM + PAIRS, own[:, None], mask=line < filled[:, None])
 
 
@@ -157,7 +168,7 @@ def pair_gate_up_kernel(
 def item_gate_up_kernel(
     w, wh, ws, xq, xs, ss, shared_gate_up, hq, hs, items, used, rows, eps,
     TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, ROLLING: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile, 1 + item): the same for the pairs of an item; index 0 quantises the shared expert's rows."""
     tile = tl.program_id(0)
@@ -172,16 +183,19 @@ def item_gate_up_kernel(
     if index < 0:
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
     elif index < filled:
-        item_tile(w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX)
+        item_tile(
+            w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, ROLLING,
+            PTX,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def expert_rows_kernel(
     w, wh, ws, sw, sws, hq, hs, items, used, y, rows,
     TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    X: tl.constexpr, ROLLING: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (32 X outputs, X for every eight rows, then items): y[pair, n]; behind the pairs the shared expert's.
+    """Programs (32 X outputs, X + items): y[pair, n]; the first X do the shared expert's rows, behind the pairs.
 
     A warp owns 32 outputs over all of K; of the shared expert its share of K, as in `expert_down_kernel`. The list is
     two launches old: it is read, and weights are asked for, before the wait.
@@ -189,41 +203,62 @@ def expert_rows_kernel(
     G32: tl.constexpr = INTER // 32
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, X)[:, None]
-    index = tl.program_id(1)
-    shared = (rows + 7) // 8 * X
-    if index < shared:
-        group = tl.program_id(0) * X + index % X
-        first = index // X * 8
-        units = inner_units(sw, sw, sws, group * 2 + warp * 0, warp, lane, G32, G32 // X, X, 8, PTX)
-        wait_for_inputs(PDL)
-        t = first + lane % 4 * 2 + warp * 0
-        row = rows * TOPK + tl.minimum(first + lane // 4 + warp * 0, rows - 1)
-        even = rows * TOPK + tl.minimum(t, rows - 1)
-        odd = rows * TOPK + tl.minimum(t + 1, rows - 1)
-        loaded = inner_columns(hq, hs, row, even, odd, warp, lane, G32, G32 // X, X, 8, 8, PTX)
-        acc = sum_warps(inner_sums(fresh(2, X), units, loaded, G32 // X, X, 8, 8, PTX))
-        t = first + tl.arange(0, 32) % 4 * 2
-        n = group * 32 + tl.arange(0, 32) // 4
-        for r in tl.static_range(2):
-            for i in tl.static_range(4):
-                at = (rows * TOPK + t + i % 2) * N + n + (r * 16 + i // 2 * 8)
-                tl.store(y + at, acc[r][i], mask=t + i % 2 < rows)
-    elif index - shared < tl.load(used, cache_modifier=".cg"):
+    index = tl.program_id(1) - X
+    line = items + tl.maximum(index, 0) * ITEM
+    filled = tl.load(used, cache_modifier=".cg")
+    expert = tl.load(line + PAIRS, cache_modifier=".cg")
+    pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
+    row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
+    if index < 0:
+        shared_products(sw, sws, hq, hs, y, rows, tl.program_id(0) * X + index + X, TOPK, INTER, N, X, PTX, PDL)
+    elif index < filled:
         group = tl.program_id(0) * X + warp
-        line = items + (index - shared) * ITEM
-        expert = tl.load(line + PAIRS, cache_modifier=".cg")
-        pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
-        row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
         tile = expert * (N // 16) + group * 2
         units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
         wait_for_inputs(PDL)
-        acc = outer_sums(fresh(2, X), 0, (), units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, 0, S, X, FMT, PTX)
+        if ROLLING:
+            loaded = inner_columns(hq, hs, row, pair, pair, 0, lane, G32, S, 1, FMT, 1, PTX)
+            acc = rolling_inner_sums(
+                fresh(2, X), w, wh, ws, tile, hq, hs, row, pair, units, loaded, lane, G32, U, S, X, FMT, PTX
+            )
+        else:
+            acc = outer_sums(
+                fresh(2, X), 0, (), units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, 0, S, X, FMT, PTX
+            )
         for r in tl.static_range(2):
             for h in tl.static_range(2):
                 n = group * 32 + r * 16 + h * 8 + lane // 4
                 store_one(y + pair * N + n, acc[r][2 * h], lane + warp >= 0, PTX)
     else:
         wait_for_inputs(PDL)
+
+
+@triton.jit
+def shared_products(
+    sw, sws, hq, hs, y, rows, group, TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, X: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """32 outputs of the shared expert for all rows, eight at a time: weights are read once, warps share K."""
+    G32: tl.constexpr = INTER // 32
+    lane = tl.arange(0, 32)[None, :]
+    warp = tl.arange(0, X)[:, None]
+    units = inner_units(sw, sw, sws, group * 2 + warp * 0, warp, lane, G32, G32 // X, X, 8, PTX)
+    wait_for_inputs(PDL)
+    first = 0
+    while first < rows:
+        t = first + lane % 4 * 2 + warp * 0
+        row = rows * TOPK + tl.minimum(first + lane // 4 + warp * 0, rows - 1)
+        even = rows * TOPK + tl.minimum(t, rows - 1)
+        odd = rows * TOPK + tl.minimum(t + 1, rows - 1)
+        loaded = inner_columns(hq, hs, row, even, odd, warp, lane, G32, G32 // X, X, 8, 8, PTX)
+        acc = sum_warps(inner_sums(fresh(2, X), units, loaded, G32 // X, X, 8, 8, PTX))
+        own = first + tl.arange(0, 32) % 4 * 2
+        n = group * 32 + tl.arange(0, 32) // 4
+        for r in tl.static_range(2):
+            for i in tl.static_range(4):
+                at = (rows * TOPK + own + i % 2) * N + n + (r * 16 + i // 2 * 8)
+                tl.store(y + at, acc[r][i], mask=own + i % 2 < rows)
+        first += 8
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -385,8 +420,8 @@ class ExpertRows:
         """
         if inner % 64:
             raise ValueError(f"the inner width is {inner}; expert rows are stored by 64 values")
-        grouped = rows > 8
-        if rows > LIST.value or (grouped and not (experts and width)):
+        grouped = bool(experts and width)
+        if rows > LIST.value or (rows > 8 and not grouped):
             raise ValueError(
                 f"{rows} rows: a call takes at most {LIST.value}, and more than 8 need the number of experts "
                 f"({experts}) and the hidden width ({width})"
@@ -408,13 +443,16 @@ class ExpertRows:
 
 
 def choose(logits: torch.Tensor, h: ExpertRows, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """The chosen experts of more than eight rows, their weights, and the call's work items; see `list_kernel`."""
+    """The chosen experts of a listed call, their weights, and its work items; see `list_kernel`."""
     rows, top_k = ids.shape
     experts = logits.shape[1] - 1
-    choose_kernel[(rows,)](logits, ids, weights, rows, E=experts, TOPK=top_k, **_tiles.launch(logits, 1))
+    few = rows <= 16
+    if not few:
+        choose_kernel[(rows,)](logits, ids, weights, rows, E=experts, TOPK=top_k, **_tiles.launch(logits, 1))
     list_kernel[(triton.cdiv(experts, 8),)](
-        ids, h.items, h.used, rows,
-        TOPK=top_k, BLOCK=triton.next_power_of_2(experts), OWN=8, **_tiles.launch(logits, 8),
+        logits, ids, weights, h.items, h.used, rows,
+        E=experts, TOPK=top_k, BLOCK=triton.next_power_of_2(experts), OWN=8, MOST=16 if few else LIST.value,
+        CHOOSES=few, **_tiles.launch(logits, 8),
     )  # fmt: skip
 
 
@@ -456,7 +494,7 @@ def expert_gate_up(
     if rows > 1:
         shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows)
     hq = h.q.view(torch.int8)
-    if rows <= 8:
+    if not _tiles.listed(logits, rows):
         planes, asked = asks(ahead if 1 < rows <= 4 else None, a.q)
         pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
             matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, *planes,
@@ -467,7 +505,7 @@ def expert_gate_up(
     choose(logits, h, ids, weights)
     item_gate_up_kernel[(inner // 32, 1 + most_items(rows, top_k, experts))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, shared, hq, h.s, h.items, h.used, rows, eps,
-        **shape, **_tiles.launch(logits, tile.warps, bounds.up_items),
+        **shape, ROLLING=_tiles.family(logits).rolling_up, **_tiles.launch(logits, tile.warps, bounds.up_items),
     )  # fmt: skip
 
 
@@ -497,17 +535,20 @@ def expert_down(
     width = x.shape[1]
     if top_k & (top_k - 1) or matrix.columns // 32 % top_k or width // 32 % top_k:
         raise ValueError(f"{top_k} warps do not divide {matrix.columns} by {width} weights into whole groups of 32")
-    grouped = rows > 8
+    grouped = _tiles.listed(x, rows)
     chooses = rows <= 2
     bounds = _tiles.family(x).expert_registers
     held = 0 if grouped else _tiles.expert_held(matrix, top_k)
     some = matrix.groups - held if chooses else _tiles.down_steps(matrix, held)
     if grouped:
-        expert_rows_kernel[(width // 32 // top_k, triton.cdiv(rows, 8) * top_k + most_items(rows, top_k, experts))](
+        most = _tiles.family(x).item_down_steps
+        some = min(matrix.groups, most) if _tiles.family(x).rolling_down else _tiles.parts(matrix.groups, most)
+    if grouped:
+        expert_rows_kernel[(width // 32 // top_k, top_k + most_items(rows, top_k, experts))](
             matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, h.items, h.used,
             h.y, rows,
             TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, S=some, X=top_k,
-            **_tiles.launch(x, top_k, bounds.down_items),
+            ROLLING=_tiles.family(x).rolling_down, **_tiles.launch(x, top_k, bounds.down_items),
         )  # fmt: skip
     expert_down_kernel[(width // 32, rows)](
         matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, ids, weights, logits,

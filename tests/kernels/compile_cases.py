@@ -186,7 +186,7 @@ def cases(full: bool = False):
             attention_decode.attention_split_kernel,
             4,
             ATTENTION if int8 else BF16_PAGES,
-            heads | {"R": rows, "ROWS": block, "INT8": int8},
+            heads | {"R": rows, "ROWS": block, "INT8": int8, "DEPTH": 2 if block == 1 and int8 else 1},
         )
     yield "attention combine", attention_decode.attention_combine_kernel, 4, {"q_out": "*i32"}, heads | {
         "R": 1, "BLOCK": 128,
@@ -221,16 +221,18 @@ def expert_cases(full: bool):
     }  # fmt: skip
     yield "experts up, a row", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": True}
     yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": False}
-    yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up | {"S": 2}
+    yield "experts up, items", moe_decode.item_gate_up_kernel, warps, BYTES, up | {"S": 2, "ROLLING": True}
     yield "choose", moe_decode.choose_kernel, 1, {}, {"E": 256, "TOPK": top_k}
-    yield "list", moe_decode.list_kernel, 8, {}, {"TOPK": top_k, "BLOCK": 256, "OWN": 8}
+    yield "list", moe_decode.list_kernel, 8, {}, {
+        "E": 256, "TOPK": top_k, "BLOCK": 256, "OWN": 8, "MOST": 16, "CHOOSES": True,
+    }  # fmt: skip
     inner = 512 if full else 128
     for fmt in (5, 6, 8) if full else (5,):
         units = inner // (32 if fmt == 8 else 64)
         down = {
             "TOPK": top_k, "INTER": inner, "N": 2048, "U": units, "FMT": fmt, "S": min(2, units), "X": warps,
         }  # fmt: skip
-        yield f"experts rows {fmt}", moe_decode.expert_rows_kernel, warps, WORDS, down
+        yield f"experts rows {fmt}", moe_decode.expert_rows_kernel, warps, WORDS, down | {"ROLLING": True}
         held = min(4, units // 2)
         for rows in (1, 2, 8, 16) if full else (1, 8, 16):
             yield f"experts down {fmt} R={rows}", moe_decode.expert_down_kernel, warps, WORDS, down | {

@@ -232,6 +232,24 @@ def ties():
     same(weights, torch.full((2, 2), 0.5), "weights of equal logits")
 
 
+def listed(rows):
+    """Choice, weights and work items: up to sixteen rows in one launch, more in two."""
+    count, top_k = 8, 2
+    logits = torch.randn(rows, count + 1)
+    h = moe_decode.ExpertRows.empty(rows, top_k, 64, "cpu", experts=count, width=64)
+    ids, weights = torch.full((rows, top_k), -1, dtype=torch.int32), torch.full((rows, top_k), NAN)
+    moe_decode.choose(logits, h, ids, weights)
+    best, order = logits[:, :count].topk(top_k)
+    same(ids.long(), order, "ids")
+    near(weights, best.softmax(-1), EXACT, "weights")
+    lines = []
+    for expert in range(count):
+        pairs = [pair for pair, own in enumerate(order.flatten().tolist()) if own == expert]
+        pairs += pairs[-1:] * (-len(pairs) % 4)
+        lines += [[*pairs[i : i + 4], expert] for i in range(0, len(pairs), 4)]
+    assert h.items[: int(h.used), :5].tolist() == lines
+
+
 def delta():
     key_heads, heads, tokens = 1, 2, 4
     channels = (2 * key_heads + heads) * 128
@@ -458,6 +476,8 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "experts Q4 Q6": (experts, "Q4", "Q6", 1),
     "experts grouped": (experts, "Q4", "Q5", 9, 128, _tiles.Tile(2, 2, 2)),
     "expert ties": (ties,),
+    "expert lists": (listed, 9),
+    "expert lists of many": (listed, 17),
     "dense gate/up": (dense,),
     "head": (head,),
     "embed W8": (embed, "W8"),
