@@ -380,6 +380,32 @@ def format_of_envelope(value: Mapping[str, Any]) -> ResponseFormat:
     return ResponseFormat("json_schema", schema, strict=inner.get("strict") is not False)
 
 
+def closed(schema: Any) -> Any:
+    """The schema of a class, whose objects take no properties but those of the class unless it says otherwise.
+
+    A class would drop or refuse others, and a model may go on writing them. Where schemas are combined by `allOf` a
+    part must let those of the others pass, so such a schema stays as it is.
+    """
+    return schema if _combines(schema) else _closed(schema)
+
+
+def _combines(schema: Any) -> bool:
+    if isinstance(schema, Mapping):
+        return len(schema.get("allOf") or ()) > 1 or any(map(_combines, schema.values()))
+    return isinstance(schema, list) and any(map(_combines, schema))
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {key: _closed(part) for key, part in schema.items()}
+    if made.get("type") == "object" and "properties" in made and "patternProperties" not in made:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
 def tool_choice_of(choice: Any, names: Sequence[str]) -> ToolChoice:
     """A tool choice in any of its common forms.
 

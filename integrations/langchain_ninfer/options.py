@@ -8,6 +8,7 @@ from typing import Any
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 
 from ninfer_core.adapter import (
+    closed,
     copied_mapping,
     format_of_envelope,
     own_options,
@@ -113,7 +114,8 @@ def is_json_schema(value: Any) -> bool:
 def schema_of(value: Any) -> dict[str, Any]:
     """The JSON schema of any kind of schema that LangChain knows.
 
-    A JSON schema is taken as it is: core wants a title of it, and keeps nothing of one without properties.
+    A JSON schema is taken as it is: core wants a title of it, and keeps nothing of one without properties. That of a
+    class or function is closed (`closed`).
 
     Raises:
         InvalidRequestError: no schema.
@@ -121,13 +123,14 @@ def schema_of(value: Any) -> dict[str, Any]:
     if is_json_schema(value):
         return dict(value)
     try:
-        return convert_to_json_schema(value)
+        made = convert_to_json_schema(value)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidRequestError(
             f"{str(value)[:80]!r} is no schema; give a Pydantic class, a TypedDict, a JSON schema or an OpenAI "
             f"function ({type(error).__name__}: {str(error)[:200]})",
             param="response_format",
         ) from error
+    return made if isinstance(value, Mapping) else closed(made)
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,9 @@ ALIASES = {
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
+ANNOTATIONS = ("password", "path", "file-path", "directory-path", "binary")
+"""Formats that say how a text is meant: any text has them."""
+
 UNENFORCEABLE = ("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef")
 
 _PLAIN = (
@@ -370,7 +373,7 @@ class Enforcer:
             return
         if value in FORMATS:
             made["format"] = value
-        else:
+        elif value not in ANNOTATIONS:
             self._drop((*path, "format"), "format", f"{value!r:.40} is none of {', '.join(FORMATS)}")
 
     def _names(self, names: Any, made: dict[str, Any], path: Path) -> None:

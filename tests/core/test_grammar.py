@@ -131,6 +131,7 @@ def test_other_spellings():
         ({"type": "integer", "format": "int32", "description": "x", "default": 1}, {"type": "integer"}),
         ({"type": "string", "nullable": True}, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
         ({"type": "array", "uniqueItems": False}, {"type": "array"}),
+        ({"type": "string", "format": "password"}, {"type": "string"}),
         ({"items": [STRING], "additionalItems": False}, {"prefixItems": [STRING], "items": False}),
         ({"type": "object", "unevaluatedProperties": False}, {"type": "object", "additionalProperties": False}),
         (

@@ -242,6 +242,38 @@ def test_every_kind_of_schema(schema: Any, method: Any) -> None:
     assert set(sent["properties"]) == {"x", "y"} and set(sent["required"]) == {"x", "y"}
 
 
+class Line(BaseModel):
+    """A line."""
+
+    ends: list[Point]
+    notes: dict[str, int] = {}
+
+
+class Open(BaseModel, extra="allow"):
+    """A class that keeps what it does not know."""
+
+    line: Line
+
+
+class Both(Point):
+    """Two schemas at once."""
+
+    model_config = {"json_schema_extra": {"allOf": [{"required": ["x"]}, {"required": ["y"]}]}}
+
+
+def test_objects_of_a_class_have_no_properties_but_its_own() -> None:
+    engine, model = scripted('{"line": {"ends": []}}')
+    model.with_structured_output(Open).invoke("hi")
+    sent = engine.requests[0].response_format.schema
+    line, point = sent["properties"]["line"], sent["properties"]["line"]["properties"]["ends"]["items"]
+    assert sent["additionalProperties"] is True
+    assert line["additionalProperties"] is point["additionalProperties"] is False
+    assert line["properties"]["notes"]["additionalProperties"] == {"type": "integer"}
+    for free in ({"title": "Point", "description": "A point.", **OBJECT}, Both):
+        model.with_structured_output(free, include_raw=True).invoke("hi")
+        assert "additionalProperties" not in engine.requests[-1].response_format.schema
+
+
 @pytest.mark.parametrize(
     "schema",
     [

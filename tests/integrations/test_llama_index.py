@@ -191,6 +191,7 @@ async def test_structured_predict_and_its_streams() -> None:
     assert last == partial[-1]
     form = engine.requests[0].response_format
     assert form is not None and form.kind == "json_schema" and "population" in form.schema["properties"]
+    assert form.schema["additionalProperties"] is False
     assert engine.requests[0].messages[0].text == "Be exact."
     assert llm.as_structured_llm(City).chat(USER).raw == City(name="Paris", population=2)
 

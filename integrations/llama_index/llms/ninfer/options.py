@@ -8,7 +8,7 @@ from typing import Any
 from llama_index.core.tools.types import BaseTool
 from pydantic import BaseModel
 
-from ninfer_core.adapter import copied_mapping, format_of_envelope, stop_strings, tool_choice_of, tool_list
+from ninfer_core.adapter import closed, copied_mapping, format_of_envelope, stop_strings, tool_choice_of, tool_list
 from ninfer_core.errors import InvalidRequestError
 from ninfer_core.types import Message, Request, ResponseFormat, Sampling, Tool
 
@@ -51,7 +51,7 @@ def response_format_of(value: Any) -> ResponseFormat | None:
     if value is None or isinstance(value, ResponseFormat):
         return value
     if isinstance(value, type) and issubclass(value, BaseModel):
-        return ResponseFormat("json_schema", value.model_json_schema())
+        return ResponseFormat("json_schema", closed(value.model_json_schema()))
     if isinstance(value, Mapping):
         kind = value.get("type")
         if kind == "text":
