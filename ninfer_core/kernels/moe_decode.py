@@ -446,13 +446,14 @@ def choose(logits: torch.Tensor, h: ExpertRows, ids: torch.Tensor, weights: torc
     """The chosen experts of a listed call, their weights, and its work items; see `list_kernel`."""
     rows, top_k = ids.shape
     experts = logits.shape[1] - 1
-    few = rows <= 16
-    if not few:
+    most = next(n for n in (8, 16, LIST.value) if n >= rows)
+    chooses = most <= 16
+    if not chooses:
         choose_kernel[(rows,)](logits, ids, weights, rows, E=experts, TOPK=top_k, **_tiles.launch(logits, 1))
     list_kernel[(triton.cdiv(experts, 8),)](
         logits, ids, weights, h.items, h.used, rows,
-        E=experts, TOPK=top_k, BLOCK=triton.next_power_of_2(experts), OWN=8, MOST=16 if few else LIST.value,
-        CHOOSES=few, **_tiles.launch(logits, 8),
+        E=experts, TOPK=top_k, BLOCK=triton.next_power_of_2(experts), OWN=8, MOST=most,
+        CHOOSES=chooses, **_tiles.launch(logits, 8),
     )  # fmt: skip
 
 

@@ -476,6 +476,7 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "experts Q4 Q6": (experts, "Q4", "Q6", 1),
     "experts grouped": (experts, "Q4", "Q5", 9, 128, _tiles.Tile(2, 2, 2)),
     "expert ties": (ties,),
+    "expert lists of few": (listed, 5),
     "expert lists": (listed, 9),
     "expert lists of many": (listed, 17),
     "dense gate/up": (dense,),
