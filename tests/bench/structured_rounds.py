@@ -240,7 +240,7 @@ def main() -> int:
             subject.release()
         for what, spent in times.items():
             if spent:
-                shares = {f"p{p}": float(np.percentile(spent, p)) for p in (50, 90, 99)}
+                shares = {f"p{p}": float(np.percentile(spent, p)) for p in (50, 90, 99, 100)}
                 record.add(f"ms of the host a round, {what}, {label}", shares)
         overhead, wrong = 100 * (held / free - 1), wrong + differ + more
         record.add(f"percent a structured round takes longer, {label}", overhead)
