@@ -101,6 +101,9 @@ class Encoding:
             )
         self._tower, self._next = tower, 0
         self._segments = [(t, h * c) for t, h, c in grids]
+        # attention over a segment of 2 width + inner rows costs as much as the matrices of a block
+        even = 2 * config.hidden_size + config.intermediate_size
+        self._cost = sum(count * length * (1 + length / even) for count, length in self._segments)
         angles = [patch_angles(h, c, merge, config.head_dim, device) for _, h, c in grids]
         self._cos, self._sin = (
             torch.cat([pair[i].repeat(t, 1) for pair, (t, _, _) in zip(angles, grids, strict=True)]) for i in (0, 1)
@@ -123,7 +126,10 @@ class Encoding:
 
     @torch.inference_mode()
     def advance(self, budget: int) -> bool:
-        """Run blocks for about `budget` patch rows x blocks, one at least; True when the features are there."""
+        """Run blocks, one at least; True when the features are there.
+
+        budget: about how much, in patch rows x blocks, a row's attention counted as the matrices that cost as much.
+        """
         x, weights, config = self._x, self._tower.weights, self._tower.config
         if x is None:
             return True
@@ -132,7 +138,7 @@ class Encoding:
         if u is None:
             u = self._normed = torch.empty_like(x, dtype=self._tower.dtype)
             sum_norm(x, None, norms[0].weight, norms[0].bias, u)
-        first, self._next = self._next, min(len(weights.blocks), self._next + max(1, budget // x.shape[0]))
+        first, self._next = self._next, min(len(weights.blocks), self._next + max(1, int(budget / self._cost)))
         for number in range(first, self._next):
             self._block(x, u, weights.blocks[number], norms[number + 1])
         if self._next < len(weights.blocks):

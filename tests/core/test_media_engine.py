@@ -263,3 +263,19 @@ def test_the_plan_counts_the_tower_itself(engine):
     tensors += [t for part in norms for t in (part.weight, part.bias)] + [weights.position]
     seen, blind = (fused_footprint(config, objects, vision=vision).weights for vision in (True, False))
     assert seen - blind == sum(t.nbytes for t in tensors)
+
+
+def test_a_step_counts_attention_too(engine):
+    """A large image costs more a patch row than a small one: a step takes fewer of its blocks."""
+    tower = engine._runner._tower
+    depth, even = len(tower.weights.blocks), 2 * tower.config.hidden_size + tower.config.intermediate_size
+    steps = {}
+    for side in (8, 32):
+        pixels = SimpleNamespace(
+            frames=np.zeros((1, side * 16, side * 16, 3), np.uint8), mean=(0.5,) * 3, std=(0.5,) * 3
+        )
+        encoding = tower.begin(pixels, (1, side, side))
+        steps[side] = 1
+        while not encoding.advance(depth * side * side):
+            steps[side] += 1
+    assert 64 / even < 1 < 1024 / even and steps == {8: 2, 32: depth}

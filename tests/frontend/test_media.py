@@ -400,4 +400,5 @@ def test_mutated_files_are_read_or_refused():
     assert made["files"] >= 80
     assert sum(count for name, count in found.items() if name.endswith("refused")) > 20
     assert sum(count for name, count in found.items() if name.endswith("read")) > 5
-    assert made["grown"] < 64 << 20 and made["largest"] < 600 << 20
+    assert made["grown"] < 32 << 20 and made["largest"] < 600 << 20
+    assert made["descriptors left"] <= 0 and made["processes left"] == 0

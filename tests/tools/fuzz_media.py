@@ -2,14 +2,17 @@
 
     python -m tests.tools.fuzz_media --seconds 600 --seed 1
 
-Every file must be read or refused with `MediaError`. At the end: how many of each, how often a decoding process had to be
-replaced, and how the memory of this process and of its decoders grew.
+Every file must be read or refused with `MediaError`. At the end: how many of each, how many decoding processes there were,
+how far the memory of this process grew beyond the pixels that the loader keeps, how large its decoders became, and which
+file descriptors and processes were left. The exit status is 1 where something leaks.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -61,8 +64,31 @@ def resident(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
+LEAK = 16 << 20
+"""Bytes by which this process may have grown beyond what is kept: the allocator's own."""
+
+
+def children() -> list[int]:
+    """Processes that this one has started and not yet seen end."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            found.append(int(stat.parent.name))
+    return found
+
+
+def descriptors() -> int:
+    """Open files and pipes of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def run(rng: random.Random, seconds: float, count: int | None = None) -> dict[str, object]:
     """Mutate and load until the time is over, or `count` files."""
+    open_before, before = descriptors(), set(children())
     loader = MediaLoader(
         dict.fromkeys(("preprocessor_config.json", "video_preprocessor_config.json"), SETTINGS), VISION
     )
@@ -87,8 +113,8 @@ def run(rng: random.Random, seconds: float, count: int | None = None) -> dict[st
                 pids.add(worker._process.pid)
                 largest = max(largest, resident(worker._process.pid))
             if done == 50:
-                early = resident()
-        grown = resident() - early if early else 0
+                early = resident() - loader._size
+        grown = resident() - loader._size - early if early else 0
     finally:
         loader.close()
     return {
@@ -97,17 +123,23 @@ def run(rng: random.Random, seconds: float, count: int | None = None) -> dict[st
         "processes": len(pids),
         "grown": grown,
         "largest": largest,
+        "descriptors left": descriptors() - open_before,
+        "processes left": len(set(children()) - before),
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    for key, value in run(random.Random(args.seed), args.seconds).items():
+    made = run(random.Random(args.seed), args.seconds)
+    for key, value in made.items():
         print(f"{key}: {value}")
+    leaks = int(made["grown"]) > LEAK or made["descriptors left"] or made["processes left"]  # type: ignore[call-overload]
+    print("leaks" if leaks else "no leak")
+    return 1 if leaks else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
