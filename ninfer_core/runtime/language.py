@@ -7,6 +7,7 @@ Grammars are written in the compiler's Lark dialect, where `<[id]>` is one token
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -361,12 +362,47 @@ def _lark(text: str) -> str:
 
 
 def search(pattern: str) -> str:
-    """A pattern that must match somewhere, as one that matches the whole text."""
+    """A pattern that must match somewhere, as one that matches the whole text; anchors are those of an alternative."""
+    parts = _alternatives(pattern)
+    if len(parts) <= _ALTERNATIVES and any(part.startswith("^") or part.endswith("$") for part in parts):
+        return "|".join(map(_search, parts))
+    return _search(pattern)
+
+
+def _search(pattern: str) -> str:
     pattern = regex_to_lark(pattern, "dw")
     start = "" if pattern.startswith("^") else "(?s:.*)"
     end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
     bare = pattern[0 if start else 1 : len(pattern) if end else -1]
     return f"{start}({bare}){end}"
+
+
+def _alternatives(pattern: str, groups: int = 8) -> list[str]:
+    """What the outermost `|` separate; up to so many groups that are all of one are opened."""
+    parts, depth, listed, first, closed = [], 0, False, 0, 0
+    for found in re.finditer(r"\\.|[][()|]", pattern, re.S):
+        mark = found[0]
+        if listed or mark == "[":
+            listed = mark != "]"
+        elif mark in "()":
+            depth += 1 if mark == "(" else -1
+            closed = closed or (found.end() if not depth else 0)
+        elif mark == "|" and not depth:
+            parts.append(pattern[first : found.start()])
+            first = found.end()
+    parts.append(pattern[first:])
+    if re.search(r"\(\?[a-z-]+\)", pattern):  # a flag in front is one of all alternatives
+        return [pattern]
+    if len(parts) > 1:
+        return [part for whole in parts for part in _alternatives(whole, groups - 1)] if groups else [pattern]
+    opened = re.match(r"\((?!\?)|\(\?:", pattern)
+    if opened and closed == len(pattern) and groups:
+        return _alternatives(pattern[opened.end() : -1], groups - 1)
+    return parts
+
+
+_ALTERNATIVES = 32
+"""How many alternatives are anchored one by one: what surrounds them is written for each."""
 
 
 def _bounded(leaf: Mapping[str, Any]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import re
 import time
 from collections import Counter
 
@@ -686,6 +688,34 @@ def test_masks_of_raw_arguments_that_are_kept_are_right():
 
 def test_search_patterns():
     assert search("^a$") == "(a)" and search("a") == "(?s:.*)(a)(?s:.*)" and search("a\\$").endswith("(?s:.*)")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^$|^[a-z]+$",
+        "^a|b$",
+        "ab|^c$",
+        "(^a$)|(^b$)",
+        "((^a$)|b)",
+        "^(a|b)$",
+        "(a)(b)|^c",
+        "[$^|]+",
+        "\\||^a",
+        "(?:^a|b$)",
+        "a$|\\$",
+    ],
+)
+def test_anchors_are_those_of_their_alternative(pattern):
+    texts = ["".join(letters) for count in range(4) for letters in itertools.product("abc$|", repeat=count)]
+    for text in texts:
+        assert (re.fullmatch(search(pattern), text) is None) is (re.search(pattern, text) is None), text
+
+
+def test_groups_and_alternatives_of_hostile_patterns_are_left_alone():
+    for pattern in ("(" * 20_000 + "^a" + ")" * 20_000, "|".join(["^a"] * 20_000), "(|" * 20_000):
+        assert len(search(pattern)) < 3 * len(pattern)
+    assert "^b" in search("(?i)a|^b"), "the flag is one of both"
 
 
 # the real vocabulary
