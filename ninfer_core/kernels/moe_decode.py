@@ -21,7 +21,6 @@ from ._ahead import ask_matrix, asks
 from ._dequant import (
     EARLY1,
     FRESH1,
-    add_four,
     load_one,
     rows_max,
     rows_sum,
@@ -263,17 +262,17 @@ def shared_products(
 
 @triton.jit(do_not_specialize=["rows"])
 def expert_down_kernel(
-    w, wh, ws, sw, sws, hq, hs, ids, weights, logits, y, x, norm, x_out, u_out, q_out, s_out, ss_out, rows,
+    w, wh, ws, sw, sws, hq, hs, ids, weights, logits, x, norm, x_out, u_out, q_out, s_out, ss_out, rows,
     E: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr,
-    HELD: tl.constexpr, S: tl.constexpr, X: tl.constexpr, CHOOSES: tl.constexpr, GROUPED: tl.constexpr,
+    HELD: tl.constexpr, S: tl.constexpr, X: tl.constexpr, CHOOSES: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (group of 32 outputs, row): residual + sum_s weight_s down_e(s) h_s + sigmoid(gate) * shared.
 
-    A warp owns a chosen expert (X = TOPK) and a share of the shared expert's K. Grouped: results come from `y`. With
-    `CHOOSES` a program finds its row's experts and asks for their weights before the wait; more rows' programs start
-    late and read what was chosen. The first `HELD` units are asked into the room: in registers all of them would leave
-    no place beside another program.
+    A warp owns a chosen expert (X = TOPK) and a share of the shared expert's K. With `CHOOSES` a program finds its
+    row's experts and asks for their weights before the wait; more rows' programs start late and read what was chosen.
+    The first `HELD` units are asked into the room: in registers all of them would leave no place beside another
+    program.
     """
     G32: tl.constexpr = INTER // 32
     pid = tl.program_id(0)
@@ -287,45 +286,85 @@ def expert_down_kernel(
     for i in tl.static_range(4):
         old = old + (load_one(x + t * N + n + i * 8, EARLY1, PTX),)  # noqa: RUF005
     gate = 1.0 / (1.0 + tl.exp(-tl.load(logits + t * (E + 1) + E, cache_modifier=".cg")))
-    if GROUPED:
-        share = load_one(weights + pair, EARLY1, PTX)
-        wait_for_inputs(PDL)
-        parts = ()
-        shared = ()
-        for i in tl.static_range(4):
-            parts = parts + (load_one(y + pair * N + pid * 32 + i * 8 + lane // 4, FRESH1, PTX) * share,)  # noqa: RUF005
-            shared = shared + (load_one(y + (rows * TOPK + t) * N + n + i * 8, FRESH1, PTX),)  # noqa: RUF005
-        routed = tl.reduce(parts, 0, add_four)
+    shared_tile = pid * 2 + warp * 0
+    own = rows * TOPK + t + warp * 0 + lane * 0
+    at = room_of(ROOM, HELD > 0 and PTX, X) + warp * 512 + lane * 16
+    shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
+    if CHOOSES:
+        found, chosen = top_experts(logits, tl.arange(0, X) * 0 + t, rows, EARLY1, E, TOPK, PTX)
+        own_expert = expert_of_slot(found, warp + lane * 0, TOPK)
     else:
-        shared_tile = pid * 2 + warp * 0
-        own = rows * TOPK + t + warp * 0 + lane * 0
-        at = room_of(ROOM, HELD > 0 and PTX, X) + warp * 512 + lane * 16
-        shared_units = inner_units(sw, sw, sws, shared_tile, warp, lane, G32, G32 // X, X, 8, PTX)
-        if CHOOSES:
-            found, chosen = top_experts(logits, tl.arange(0, X) * 0 + t, rows, EARLY1, E, TOPK, PTX)
-            own_expert = expert_of_slot(found, warp + lane * 0, TOPK)
-        else:
-            wait_for_inputs(PDL)
-            own_expert = load_one(ids + pair, FRESH1, PTX)
-            share = load_one(weights + pair, FRESH1, PTX)
-        tile = own_expert * (N // 16) + pid * 2
-        asked = ask_inner_units(at, w, wh, ws, tile, lane, U, HELD, FMT, X, PTX)
-        units = inner_units(w, wh, ws, tile, HELD, lane, U, S, 1, FMT, PTX)
-        if CHOOSES:
-            share = of_slot(shares_of(chosen, TOPK), warp + lane * 0, TOPK)
-            wait_for_inputs(PDL)
-        shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
-        acc = outer_sums(
-            fresh(2, X), at, asked, units, w, wh, ws, tile, hq, hs, pair, pair, lane, G32, U, HELD, S, X, FMT, PTX
+        wait_for_inputs(PDL)
+        own_expert = load_one(ids + pair, FRESH1, PTX)
+        share = load_one(weights + pair, FRESH1, PTX)
+    tile = own_expert * (N // 16) + pid * 2
+    asked = ask_inner_units(at, w, wh, ws, tile, lane, U, HELD, FMT, X, PTX)
+    units = inner_units(w, wh, ws, tile, HELD, lane, U, S, 1, FMT, PTX)
+    if CHOOSES:
+        share = of_slot(shares_of(chosen, TOPK), warp + lane * 0, TOPK)
+        wait_for_inputs(PDL)
+    shared_loaded = inner_columns(hq, hs, own, own, own, warp, lane, G32, G32 // X, X, 8, 1, PTX)
+    acc = outer_sums(
+        fresh(2, X), at, asked, units, w, wh, ws, tile, hq, hs, pair, pair, lane, G32, U, HELD, S, X, FMT, PTX
+    )
+    parts = inner_sums(fresh(2, X), shared_units, shared_loaded, G32 // X, X, 8, 1, PTX)
+    routed, shared = sum_warps(
+        (
+            (acc[0][0] * share, acc[0][2] * share, acc[1][0] * share, acc[1][2] * share),
+            (parts[0][0], parts[0][2], parts[1][0], parts[1][2]),
         )
-        parts = inner_sums(fresh(2, X), shared_units, shared_loaded, G32 // X, X, 8, 1, PTX)
-        routed, shared = sum_warps(
-            (
-                (acc[0][0] * share, acc[0][2] * share, acc[1][0] * share, acc[1][2] * share),
-                (parts[0][0], parts[0][2], parts[1][0], parts[1][2]),
-            )
-        )
+    )
     finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_out, t, pid, N)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def join_kernel(
+    weights, logits, y, x, norm, x_out, u_out, q_out, s_out, ss_out, rows,
+    E: tl.constexpr, TOPK: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (group of 32 outputs, row): `expert_down_kernel` with the products of `expert_rows_kernel`; one warp.
+
+    Pairs are added up as the sum over that kernel's warps does it: halves first.
+    """
+    pid = tl.program_id(0)
+    t = tl.program_id(1)
+    lane = tl.arange(0, 32)
+    gains = norm_gains(norm, pid)
+    n = pid * 32 + lane // 4
+    old = ()
+    for i in tl.static_range(4):
+        old = old + (load_one(x + t * N + n + i * 8, EARLY1, PTX),)  # noqa: RUF005
+    shares = ()
+    for s in tl.static_range(TOPK):
+        shares = shares + (load_one(weights + t * TOPK + s + lane * 0, EARLY1, PTX),)  # noqa: RUF005
+    gate = 1.0 / (1.0 + tl.exp(-tl.load(logits + t * (E + 1) + E, cache_modifier=".cg")))
+    wait_for_inputs(PDL)
+    shared = ()
+    terms = ()
+    for i in tl.static_range(4):
+        shared = shared + (load_one(y + (rows * TOPK + t) * N + n + i * 8, FRESH1, PTX),)  # noqa: RUF005
+        for s in tl.static_range(TOPK):
+            terms = terms + (load_one(y + (t * TOPK + s) * N + n + i * 8, FRESH1, PTX),)  # noqa: RUF005
+    routed = ()
+    for i in tl.static_range(4):
+        products = ()
+        for s in tl.static_range(TOPK):
+            products = products + (terms[i * TOPK + s] * shares[s],)  # noqa: RUF005
+        routed = routed + (sum_halves(products),)  # noqa: RUF005
+    finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_out, t, pid, N)
+
+
+@triton.jit
+def sum_halves(values):
+    """Sum of 2, 4 or 8 values: the second half to the first, until one is left."""
+    N: tl.constexpr = len(values)
+    if N == 1:
+        return values[0]
+    else:
+        half = ()
+        for i in tl.static_range(N // 2):
+            half = half + (values[i] + values[i + N // 2],)  # noqa: RUF005
+        return sum_halves(half)
 
 
 @triton.jit
@@ -551,10 +590,15 @@ def expert_down(
             TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, S=some, X=top_k,
             ROLLING=_tiles.family(x).rolling_down, **_tiles.launch(x, top_k, bounds.down_items),
         )  # fmt: skip
+        join_kernel[(width // 32, rows)](
+            weights, logits, h.y, x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,
+            E=experts, TOPK=top_k, N=width, **_tiles.launch(x, 1, leads=True),
+        )  # fmt: skip
+        return
     expert_down_kernel[(width // 32, rows)](
         matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, ids, weights, logits,
-        h.y, x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,
+        x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,
         E=experts, TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, HELD=held, S=some,
-        X=top_k, CHOOSES=chooses, GROUPED=grouped,
-        **_tiles.launch(x, top_k, None if grouped else bounds.down_row if chooses else bounds.down_pairs, leads=True),
+        X=top_k, CHOOSES=chooses,
+        **_tiles.launch(x, top_k, bounds.down_row if chooses else bounds.down_pairs, leads=True),
     )  # fmt: skip

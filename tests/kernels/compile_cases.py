@@ -226,6 +226,7 @@ def expert_cases(full: bool):
     yield "list", moe_decode.list_kernel, 8, {}, {
         "E": 256, "TOPK": top_k, "BLOCK": 256, "OWN": 8, "MOST": 16, "CHOOSES": True,
     }  # fmt: skip
+    yield "experts join", moe_decode.join_kernel, 1, {}, {"E": 256, "TOPK": top_k, "N": 2048}
     inner = 512 if full else 128
     for fmt in (5, 6, 8) if full else (5,):
         units = inner // (32 if fmt == 8 else 64)
@@ -234,10 +235,10 @@ def expert_cases(full: bool):
         }  # fmt: skip
         yield f"experts rows {fmt}", moe_decode.expert_rows_kernel, warps, WORDS, down | {"ROLLING": True}
         held = min(4, units // 2)
-        for rows in (1, 2, 8, 16) if full else (1, 8, 16):
+        for rows in (1, 2, 8) if full else (1, 8):
             yield f"experts down {fmt} R={rows}", moe_decode.expert_down_kernel, warps, WORDS, down | {
-                "E": 256, "HELD": 0 if rows > 8 else held, "S": units - held if rows <= 2 else min(2, units),
-                "CHOOSES": rows <= 2, "GROUPED": rows > 8,
+                "E": 256, "HELD": held, "S": units - held if rows <= 2 else min(2, units),
+                "CHOOSES": rows <= 2,
             }  # fmt: skip
 
 
