@@ -128,6 +128,40 @@ def wire_tool(
     return {"type": "function", "function": function}
 
 
+def bounds(draw: Draw, value: float) -> dict[str, Any]:
+    """Limits of a number that the value keeps."""
+    out: dict[str, Any] = {}
+    if draw.chance(0.7):
+        low = draw.one((0, 1, -1, -(10 ** draw.rng.randint(1, 6)), int(value) - draw.rng.randint(1, 500)))
+        if low < value:
+            out[draw.one(("minimum", "exclusiveMinimum", "ge"))] = low
+    if draw.chance(0.7) or not out:
+        high = draw.one((100, 10 ** draw.rng.randint(1, 6), int(value) + draw.rng.randint(1, 500)))
+        if high > value:
+            out[draw.one(("maximum", "exclusiveMaximum", "le"))] = high
+    return out
+
+
+def dressed(draw: Draw, entry: dict[str, Any], value: Any) -> dict[str, Any]:
+    """A parameter as clients write it: with limits, defaults, formats and examples, its keys in any order."""
+    out = dict(entry)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        out |= bounds(draw, value)
+    elif isinstance(value, str) and "enum" not in entry:
+        more: tuple[dict[str, Any], ...] = (
+            {"minLength": draw.rng.randint(0, 2)}, {"maxLength": draw.rng.randint(60, 500)}, {"format": draw.word()}, {"pattern": "^.+$"},
+            {"examples": [draw.word(), draw.word()]}, {"minLength": 1, "maxLength": 10 ** draw.rng.randint(2, 4)},
+        )  # fmt: skip
+        out |= draw.one(more)
+    if draw.chance(0.15):
+        out["default"] = draw.one((None, draw.value(entry["type"]) if entry["type"] in JSON_TYPE else draw.word()))
+    if draw.chance(0.1) and set(out) <= {"type", "description", "title", "default"}:
+        out["anyOf"] = [{"type": out.pop("type")}, {"type": "null"}]
+    keys = list(out)
+    draw.rng.shuffle(keys)
+    return {key: out[key] for key in keys}
+
+
 def choice_set(draw: Draw, count: int) -> tuple[list[dict[str, Any]], ToolCase]:
     """Tools that share their noun or their verb, and one asked for in other words than its own."""
     noun, verbs = draw.word(), draw.rng.sample(list(WORDS_FOR), count)
@@ -216,7 +250,7 @@ def random_tool(draw: Draw, most: int = 4, verb: str = "", noun: str = "") -> To
             entry["description"] = draw.one(
                 (f"The {key.replace('_', ' ')}.", f"{key.replace('_', ' ')} of the {noun}", "A value.")
             )
-        properties[key] = entry
+        properties[key] = dressed(draw, entry, values[key]) if draw.chance(0.25) else entry
     required = list(properties)
     if len(properties) > 1 and draw.chance(0.2):
         optional = draw.one(required)
@@ -284,7 +318,7 @@ def everyday_tool(draw: Draw) -> ToolCase:
             entry["description"] = f"The {key}."
         if draw.chance(0.15) and kind_name == "integer" and isinstance(value, int):
             entry["type"] = "number"
-        properties[rename[key]] = entry
+        properties[rename[key]] = dressed(draw, entry, value) if draw.chance(0.25) else entry
         values[rename[key]] = value
         texts[key] = shown(value)
     request = draw.one(requests).format(**texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import unicodedata
 import zlib
@@ -63,6 +64,14 @@ def held_out(word: str) -> bool:
     return zlib.crc32(word.lower().encode()) % 10 == 0
 
 
+def twins() -> tuple[str, ...]:
+    """Words the tokenizer holds with a leading space too, the held-out tenth apart: they are copied from one form to the other."""
+    path = Path(__file__).parents[1] / "artifact" / "tokenizer.json"
+    vocabulary = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+    words = (token[1:] for token in vocabulary if token.startswith("Ġ") and token[1:] in vocabulary)
+    return tuple(sorted(word for word in words if word.isascii() and word.isalpha() and not held_out(word)))
+
+
 @dataclass
 class Pools:
     """The words one split may use; `Pools.load` reads the common-word list, the name lists above are fixed."""
@@ -73,6 +82,7 @@ class Pools:
     city: list[str]
     test: bool
     chinese: str = ""
+    twins: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: Path, test: bool = False, limit: int = 7000) -> Pools:
@@ -92,7 +102,8 @@ class Pools:
             return [word for word in pool if held_out(word) == test]
 
         chinese = "".join(sorted({c for forms in PHRASES.values() for c in forms[2] if c > "一"}))
-        return cls(keep([w for w in words if len(w) <= 9]), keep(FIRST), keep(LAST), keep(CITY), test, chinese)
+        short = [word for word in words if len(word) <= 9]
+        return cls(keep(short), keep(FIRST), keep(LAST), keep(CITY), test, chinese, () if test else twins())
 
 
 class Draw:
@@ -111,9 +122,11 @@ class Draw:
         return self.rng.random() < p
 
     def word(self) -> str:
-        """A common word of this split; in training at times a blend, so that words are copied piece by piece."""
-        word = self.rng.choice(self.pools.words)
-        return word if self.pools.test or self.rng.random() > 0.15 else self.blend(word)
+        """A common word of this split; in training at times a blend, copied piece by piece, or a word of two forms."""
+        word, pick = self.rng.choice(self.pools.words), self.rng.random()
+        if self.pools.test or pick > 0.25:
+            return word
+        return self.blend(word) if pick < 0.15 else self.rng.choice(self.pools.twins)
 
     def blend(self, word: str) -> str:
         """The beginning of a word and the end of another: spelled like a word, and in no list."""
