@@ -90,6 +90,7 @@ DEEP_JSON += b'{"properties":{"x":' * 2000 + b"{}" + b"}}" * 2000 + b"}}]}"
         (chat(tool_choice={"type": "function", "function": {"name": "absent"}}), "tool_choice"),
         (chat(response_format={"type": "xml"}), "response_format.type"),
         (chat(response_format={"type": "json_schema", "json_schema": 5}), "response_format.json_schema"),
+        (chat(response_format={"type": "json_schema"}), "response_format.json_schema"),
         (chat(guided_json={"type": "object"}, guided_regex="x"), "guided_regex"),
         (chat(structured_outputs={"dance": 1}), "structured_outputs.dance"),
         (chat(modalities=["audio"]), "modalities"),

@@ -134,7 +134,7 @@ def format_of(value: Mapping[str, Any] | None) -> ResponseFormat | None:
             ResponseFormat("json_schema", schema, strict=False) if isinstance(schema, dict) else ResponseFormat("json")
         )
     if kind == "json_schema":
-        inner = value.get("json_schema", value)
+        inner = value.get("json_schema", value if "schema" in value else None)
         return schema_format(inner, "response_format.json_schema")
     raise InvalidRequestError(
         f"response_format.type is {str(kind)[:40]!r}; it must be text, json_object or json_schema",
