@@ -27,6 +27,12 @@ def test_mixed_requests_end_right_and_leave_nothing(capsys):
     assert report["cached_tokens"] > 5000 and "failed" not in ends
 
 
+def test_a_run_ends_in_time(capsys):
+    report = run(capsys, "--requests", "1000000", "--seed", "5", "--seconds", "1")
+    assert 0 < report["requests"] < 100_000 and sum(report["ends"].values()) >= report["requests"]
+    assert report["memory"][-1]["requests"] == report["requests"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_thousands_of_mixed_requests(capsys):

@@ -4,7 +4,8 @@
     python -m tests.tools.soak --random 35b-a3b [--requests 50000] [--sequences 32] [--crowd 48]    # needs one GPU
 
 `--model` is "tiny" (random weights, as in the tests), a model's name or a path; `--random` a shape of published size with
-random weights, whose tokens are compared as numbers. Prompts share beginnings of all lengths. Some requests are cancelled at any time, some run into their
+random weights, whose tokens are compared as numbers. Where a run has a limit, `--seconds` and another `--seed` each time
+make it in pieces. Prompts share beginnings of all lengths. Some requests are cancelled at any time, some run into their
 deadline, several have the same prompt at once, some need the host between rounds. Prints one JSON object with what
 ended how and the memory at every tenth of the way; exit status 1 where something is wrong, with `faults` saying what.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import random
 import sys
 import time
@@ -148,18 +150,20 @@ class Live:
     patience: int
 
 
-def soak(client: Client, *, requests: int, seed: int, longest: int, tokens: int, crowd: int) -> Report:
-    """Run `requests` requests, `crowd` of them at once. Faults are in the report."""
+def soak(
+    client: Client, *, requests: int, seed: int, longest: int, tokens: int, crowd: int, seconds: float = math.inf
+) -> Report:
+    """Run `requests` requests, or as many as begin within `seconds`, `crowd` of them at once. Faults are in the report."""
     rng, report = random.Random(seed), Report()
     known = cases(client, rng, longest, tokens)
     right = {id(case): client.solo(case.request) for case in known}
     client.settle()
     before = _held()
     began, live = time.monotonic(), list[Live]()
-    while report.requests < requests or live:
-        if report.requests * MARKS >= len(report.memory) * requests:
+    while (share := max(report.requests / requests, (time.monotonic() - began) / seconds)) < 1 or live:
+        if share * MARKS >= len(report.memory):
             _mark(report)
-        while report.requests < requests and len(live) < crowd:
+        while share < 1 and report.requests < requests and len(live) < crowd:
             _ask(client, rng.choice(known), rng, live, report)
         if live:
             live[0].handle.wait(0.002)
@@ -268,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--random", default="")
     parser.add_argument("--requests", type=int, default=50_000)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="ask for nothing more after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--crowd", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=6, help="most tokens of an answer")
@@ -279,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     with open_client(given) as client:
         report = soak(client, requests=given.requests, seed=given.seed, longest=given.context // 2,
-                      tokens=given.tokens, crowd=given.crowd)  # fmt: skip
+                      tokens=given.tokens, crowd=given.crowd, seconds=given.seconds)  # fmt: skip
     check_memory(report, given.grown)
     shown = {name: getattr(report, name) for name in Report.__slots__}
     print(json.dumps(shown, default=dict))
