@@ -35,15 +35,6 @@ def sum_norm_kernel(x, y, weight, bias, u, eps, M: tl.constexpr, BM: tl.constexp
     tl.store(u + t * M + m, made.to(tl.bfloat16), mask=inside)
 
 
-@triton.jit
-def gelu_kernel(x, count, BLOCK: tl.constexpr):
-    """Programs (block of values): x bf16 := gelu(x), the tangent's form."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + i, mask=i < count, other=0.0).to(tl.float32)
-    inner = 1.5957691216057308 * (v + 0.044715 * v * v * v)  # twice the tangent's argument
-    tl.store(x + i, (v / (1.0 + tl.exp(-inner))).to(tl.bfloat16), mask=i < count)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def turn_kernel(
     qkv, cos, sin, out, rows, scale,
@@ -158,12 +149,6 @@ def sum_norm(
     )  # fmt: skip
 
 
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """`x` bf16, in place, through the tangent's form of the Gaussian error unit."""
-    gelu_kernel[(triton.cdiv(x.numel(), 4096),)](x, x.numel(), BLOCK=4096, num_warps=8)
-    return x
-
-
 def turn(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
     """`qkv` [P, 3 H D] bf16 in heads [3, H, P, padded D]: see `turn_kernel`."""
     rows, dim = qkv.shape[0], qkv.shape[1] // (3 * heads)
@@ -189,11 +174,12 @@ def segment_attention(
     rows, dim = qkv.shape[0], qkv.shape[1] // (3 * heads)
     turned = turn(qkv, cos, sin, heads)
     main, tail = split_of(dim)
-    block_m, block_n, warps, stages = tiling.segment_tile_of(tiling.family(qkv))
+    block_m, block_n, warps, stages, registers = tiling.segment_tile_of(tiling.family(qkv))
+    options = tiling.launch(qkv, warps, stages) | ({"maxnreg": registers} if registers and qkv.is_cuda else {})
     first = 0
     for count, length in segments:
         attend_kernel[(triton.cdiv(length, block_m), heads, count)](
             turned, out, first, length, rows,
-            H=heads, D=dim, DM=main, DT=tail, BM=block_m, BN=block_n, **tiling.launch(qkv, warps, stages),
+            H=heads, D=dim, DM=main, DT=tail, BM=block_m, BN=block_n, **options,
         )  # fmt: skip
         first += count * length

@@ -12,7 +12,7 @@ from ..config import VisionConfig
 from ..errors import InvalidRequestError
 from ..kernels.vision import (
     biased_linear,
-    gelu_tangent,
+    gelu_linear,
     patch_angles,
     patch_rows,
     position_rows,
@@ -76,14 +76,15 @@ def tower_workspace(c: VisionConfig, size: int, patches: int) -> int:
 
     `size`: bytes of the compute type.
     """
-    inner = max(c.intermediate_size, c.hidden_size * c.spatial_merge_size**2)
-    # the residual; its norm, query, key and value, and what attention makes of them; cosines and sines; the features
-    mixed = max(4 * c.hidden_size, 3 * c.num_heads * sum(split_of(c.head_dim)))
-    row = c.hidden_size * (4 + 4 * size) + mixed * size + c.head_dim * 8
-    row += c.out_hidden_size * size // c.spatial_merge_size**2
+    wide, tile = c.hidden_size * c.spatial_merge_size**2, min(patches, TILE)
+    # the residual, its norm, cosines and sines, the features
+    row = c.hidden_size * (4 + size) + c.head_dim * 8 + c.out_hidden_size * size // c.spatial_merge_size**2
+    # query, key and value and what attention makes of them, or a tile of the wide layers
+    mixed = c.hidden_size * 3 + max(5 * c.hidden_size if size == 4 else 0, 3 * c.num_heads * sum(split_of(c.head_dim)))
+    blocks = max(patches * mixed * size, tile * 2 * max(c.intermediate_size, wide) * size)
     # the frames, normalised and in patch order, are gone before the blocks begin
-    row = max(row, c.patch_dim * (8 + 3 * size), c.patch_dim * size + c.hidden_size * 12)
-    return patches * row + min(patches, TILE) * (2 * inner * size + 8 * c.hidden_size)
+    begin = patches * max(c.patch_dim * (8 + 3 * size), c.patch_dim * size + c.hidden_size * 12)
+    return max(patches * row + blocks, begin) + tile * 16 * c.hidden_size
 
 
 class Encoding:
@@ -159,7 +160,7 @@ class Encoding:
         del qkv
         for rows, part in zip(x.split(TILE), u.split(TILE), strict=True):
             sum_norm(rows, _linear(part, block.output), block.norm2.weight, block.norm2.bias, part)
-            hidden = gelu_tangent(_linear(part, block.fc1))
+            hidden = gelu_linear(part, block.fc1.dense, block.fc1.bias)
             sum_norm(rows, _linear(hidden, block.fc2), following.weight, following.bias, part)
 
 

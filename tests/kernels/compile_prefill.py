@@ -106,10 +106,9 @@ def vision_cases(capability: int) -> Iterator[Case]:
     """The vision tower, whose heads have 72 columns."""
     heads, x = {"H": 16, "D": 72}, {"x": "*fp32", "y": "*bf16", "weight": "*fp32", "bias": "*fp32"}
     yield "tower norm", vision_prefill.sum_norm_kernel, 4, 3, {"M": 1152, "BM": 2048, "ADD": True}, x | {"u": "*bf16"}
-    yield "tower gelu", vision_prefill.gelu_kernel, 8, 3, {"BLOCK": 4096}, {"x": "*bf16", "count": "i32"}
     planes = {"qkv": "*bf16", "scale": "fp32", "first": "i32", "length": "i32"}
     yield "tower turn", vision_prefill.turn_kernel, 4, 3, heads | {"DP": 80, "BD": 128, "R": 8}, planes
-    rows, keys, warps, stages = _tiles_prefill.segment_tile_of(capability)
+    rows, keys, warps, stages, _ = _tiles_prefill.segment_tile_of(capability)
     constants = heads | {"DM": 64, "DT": 16, "BM": rows, "BN": keys}
     yield "tower attention", vision_prefill.attend_kernel, warps, stages, constants, planes
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.kernels.programs import interpreted
 
 CASES = (
-    "turned 72", "turned 64", "attention 72", "attention 64", "attention 16", "attention, large scores", "rows", "unit", "tower",
+    "turned 72", "turned 64", "attention 72", "attention 64", "attention 16", "attention, large scores", "rows", "tower",
 )  # fmt: skip
 
 
