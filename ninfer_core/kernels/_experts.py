@@ -316,30 +316,6 @@ def outer_sums(
 
 
 @triton.jit
-def rolling_inner_sums(
-    acc, w, wh, ws, tile, hq, hs, row, pair, units, loaded, lane, G32: tl.constexpr, U: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """`outer_sums` with nothing in the room, `S` steps under way at any time: as one is done, one is asked for.
-
-    `units`, `loaded`: the first `S`, and their columns.
-    """
-    for i in tl.static_range(U):
-        start = loads_under_way(X, PTX)
-        b, scales = loaded[i]
-        grown = ()
-        for r in tl.static_range(2):
-            words, high, two = units[i * 2 + r]
-            low, top = unpack_scales(two, 8)
-            grown = grown + (add_unit(acc[r], words, high, low, top, b, scales, X, FMT, PTX, 1, start),)  # noqa: RUF005
-        acc = grown
-        if i + S < U:
-            units = units + inner_units(w, wh, ws, tile, i + S, lane, U, 1, 1, FMT, PTX)
-            loaded = loaded + inner_columns(hq, hs, row, pair, pair, i + S, lane, G32, 1, 1, FMT, 1, PTX)
-    return acc
-
-
-@triton.jit
 def inner_sums(
     acc, units, loaded, S: tl.constexpr, X: tl.constexpr, FMT: tl.constexpr, R: tl.constexpr, PTX: tl.constexpr
 ):
@@ -412,7 +388,7 @@ def store_pair(acc, hq, hs, squares, pair, tile, eps, INTER: tl.constexpr, K: tl
 def item_tile(
     w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps,
     TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, ROLLING: tl.constexpr, PTX: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """An int8 group of the pairs of an item: `own` [32] that of column lane // 4, `pair` that of a lane's results."""
     lane = tl.arange(0, 32)
@@ -421,7 +397,7 @@ def item_tile(
         xq, xs, tl.arange(0, X)[:, None], lane[None, :], (own // TOPK)[None, :], row[None, :], K // 32, FMT
     )  # fmt: skip
     squares = row_squares(ss, row, PARTS, FRESH1, PTX)
-    y = sum_warps(tile_sums(w, wh, ws, expert, tile, (), q, s, INTER, U, FMT, S, X, PTX, ROLLING), 1)
+    y = sum_warps(tile_sums(w, wh, ws, expert, tile, (), q, s, INTER, U, FMT, S, X, PTX), 1)
     factor = tl.rsqrt(rows_sum(squares) / K + eps)
     h = ()
     for i in tl.static_range(4):
@@ -434,7 +410,7 @@ def item_tile(
 @triton.jit
 def tile_sums(
     w, wh, ws, expert, tile, loaded, q, s, INTER: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, PTX: tl.constexpr, ROLLING: tl.constexpr = False,
+    X: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Each warp's sums of two row tiles of gate and two of up, times the columns `loaded` of all its units.
 
@@ -446,18 +422,7 @@ def tile_sums(
     gate_w, gate_h, gate_s = unit_pointers(w, wh, ws, gate_at, lane, FMT)
     up_w, up_h, up_s = unit_pointers(w, wh, ws, gate_at + (INTER // 16) * U, lane, FMT)
     acc = fresh(4, X)
-    if ROLLING:
-        gates = load_units(gate_w, gate_h, gate_s, 2, U, S, FMT, X, 1, PTX)
-        ups = load_units(up_w, up_h, up_s, 2, U, S, FMT, X, 1, PTX)
-        loaded = row_columns(q, s, 0, S, FMT, X, FRESH1, PTX)
-        for i in tl.static_range(U // X):
-            acc = gate_up_sums(acc, gates, ups, loaded, i, 1, X, FMT, PTX, i)
-            if i + S < U // X:
-                n = (i + S) * X
-                gates = gates + load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, 1, FMT, X, 1, PTX)
-                ups = ups + load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, 1, FMT, X, 1, PTX)
-                loaded = loaded + row_columns(q, s, n, 1, FMT, X, FRESH1, PTX)
-    for c in tl.static_range(0 if ROLLING else U // (X * S)):
+    for c in tl.static_range(U // (X * S)):
         n = c * S * X
         gates = load_units(gate_w + n * 128, gate_h + n * HIGH, gate_s + n * 8, 2, U, S, FMT, X, 1, PTX)
         ups = load_units(up_w + n * 128, up_h + n * HIGH, up_s + n * 8, 2, U, S, FMT, X, 1, PTX)
@@ -471,7 +436,7 @@ def tile_sums(
 @triton.jit
 def gate_up_sums(
     acc, gates, ups, loaded, FIRST: tl.constexpr, S: tl.constexpr, X: tl.constexpr, FMT: tl.constexpr,
-    PTX: tl.constexpr, OFF: tl.constexpr = 0,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Accumulators of two row tiles of gate and two of up plus `S` steps times columns, from `FIRST` of `loaded`."""
     start = loads_under_way(X, PTX)
@@ -479,7 +444,7 @@ def gate_up_sums(
         b, scales = loaded[FIRST + i]
         grown = ()
         for r in tl.static_range(4):
-            words, high, pair = gates[(OFF + i) * 2 + r] if r < 2 else ups[(OFF + i) * 2 + r - 2]
+            words, high, pair = gates[i * 2 + r] if r < 2 else ups[i * 2 + r - 2]
             low, top = unpack_scales(pair, 8)
             grown = grown + (add_unit(acc[r], words, high, low, top, b, scales, X, FMT, PTX, 1, start),)  # noqa: RUF005
         acc = grown

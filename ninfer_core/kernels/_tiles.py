@@ -76,7 +76,7 @@ class ExpertRegisters(NamedTuple):
     up_items: int | None = 80
     down_row: int | None = None
     down_pairs: int | None = 128
-    down_items: int | None = 80
+    down_items: int | None = None
 
 
 class Family(NamedTuple):
@@ -120,12 +120,9 @@ class Family(NamedTuple):
     many_registers: int = 168
     early: bool = False
     attention_depth: int = 2
-    pair_rows: int = 4
-    head_many_steps: int = 4
-    head_many_registers: int = 128
-    rolling_up: bool = True
-    rolling_down: bool = True
-    item_down_steps: int = 3
+    head_many_registers: int = 168
+    up_turns: int = 1
+    down_turns: int = 2
     ahead: int = 0
     rolling: bool = False
 
@@ -225,9 +222,7 @@ def head(matrix: KernelMatrix, rows: int) -> Tile:
         count = warps(matrix.groups, deep.warps)
         return Tile(2, steps(matrix.groups, count, deep.steps if rows <= 8 else deep.steps // 2), count)
     count = warps(matrix.groups, most.warps * (2 if long else 1))
-    return Tile(
-        2, steps(matrix.groups, count, most.steps if rows <= 8 or long else family(matrix.words).head_many_steps), count
-    )
+    return Tile(2, steps(matrix.groups, count, most.steps if rows <= 8 or long else 4), count)
 
 
 def head_registers(matrix: KernelMatrix, tile: Tile, blocks: int) -> int | None:
@@ -276,15 +271,7 @@ def expert_held(matrix: KernelMatrix, warps: int) -> int:
 def expert_steps(matrix: KernelMatrix, warps: int, rows: int) -> int:
     """Steps that a warp of the routed gate/up has in flight in a call of several rows."""
     most = family(matrix.words)
-    share = matrix.groups // warps
-    if not listed(matrix.words, rows):
-        return parts(share, most.expert_steps)
-    return min(share, most.item_steps) if most.rolling_up else parts(share, most.item_steps)
-
-
-def listed(tensor: torch.Tensor, rows: int) -> bool:
-    """Whether a call's rows are listed by expert, not a program for each of their pairs."""
-    return rows > family(tensor).pair_rows
+    return parts(matrix.groups // warps, most.expert_steps if rows <= 8 else most.item_steps)
 
 
 def down_steps(matrix: KernelMatrix, held: int) -> int:

@@ -42,7 +42,6 @@ from ._experts import (
     item_tile,
     of_slot,
     outer_sums,
-    rolling_inner_sums,
     row_columns,
     row_squares,
     shared_rows,
@@ -74,13 +73,11 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def list_kernel(
-    logits, ids, weights, items, used, rows,
-    E: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
-    CHOOSES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    ids, items, used, rows, TOPK: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (`OWN` experts): the work items of a call of `MOST` rows at most, by expert, by row.
 
-    `CHOOSES`: every program first does what `choose_kernel` does otherwise, all alike, and keeps to what it stored.
     An item is a line of `items` [., 8]: four pairs (row * TOPK + slot) of an expert, the last of fewer repeated, and
     the expert.
     """
@@ -90,13 +87,7 @@ def list_kernel(
     own = first + tl.arange(0, OWN)
     wait_for_inputs(PDL)
     inside = pair < rows * TOPK
-    if CHOOSES:
-        for block in tl.static_range(MOST // 8):
-            t = block * 8 + tl.arange(0, 8)
-            found, best = top_experts(logits, t, rows, FRESH1, E, TOPK, PTX)
-            store_choice(ids, weights, found, shares_of(best, TOPK), t, t < rows, TOPK, PTX)
-        tl.debug_barrier()
-    chosen = tl.load(ids + pair, mask=inside, other=0, cache_modifier=".cg")
+    chosen = tl.load(ids + pair, mask=inside, other=0)
     lines = (tl.histogram(chosen, BLOCK, mask=inside) + (PAIRS - 1)) // PAIRS
     before = tl.sum(tl.where(every < first, lines, 0), 0)
     tl.store(used, tl.sum(lines, 0), mask=first == 0)
@@ -167,69 +158,72 @@ def pair_gate_up_kernel(
 def item_gate_up_kernel(
     w, wh, ws, xq, xs, ss, shared_gate_up, hq, hs, items, used, rows, eps,
     TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, ROLLING: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, TURNS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile, 1 + item): the same for the pairs of an item; index 0 quantises the shared expert's rows."""
+    """Programs (tile, 1 + item): the same for the pairs of an item; index 0 quantises the shared expert's rows.
+
+    With two `TURNS` there are programs for half of the items that there may be: where more are filled, the first take
+    one more. A program without an item costs a microsecond of its place.
+    """
     tile = tl.program_id(0)
     index = tl.program_id(1) - 1
     lane = tl.arange(0, 32)
     wait_for_inputs(PDL)
-    line = items + tl.maximum(index, 0) * ITEM
     filled = tl.load(used)
-    expert = tl.load(line + PAIRS)
-    pair = load_one(line + lane % PAIRS, FRESH1, PTX)
-    own = load_one(line + lane // (32 // PAIRS), FRESH1, PTX)
     if index < 0:
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
-    elif index < filled:
-        item_tile(
-            w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, ROLLING,
-            PTX,
-        )  # fmt: skip
+    for turn in tl.static_range(TURNS):
+        item = index + turn * (tl.num_programs(1) - 1)
+        line = items + tl.maximum(item, 0) * ITEM
+        expert = tl.load(line + PAIRS)
+        pair = load_one(line + lane % PAIRS, FRESH1, PTX)
+        own = load_one(line + lane // (32 // PAIRS), FRESH1, PTX)
+        if (index >= 0) & (item < filled):
+            item_tile(
+                w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX
+            )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def expert_rows_kernel(
     w, wh, ws, sw, sws, hq, hs, items, used, y, rows,
     TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, ROLLING: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    X: tl.constexpr, TURNS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (32 X outputs, X + items): y[pair, n]; the first X do the shared expert's rows, behind the pairs.
 
     A warp owns 32 outputs over all of K; of the shared expert its share of K, as in `expert_down_kernel`. The list is
-    two launches old: it is read, and weights are asked for, before the wait.
+    two launches old: it is read, and weights are asked for, before the wait. Items as in `item_gate_up_kernel`.
     """
     G32: tl.constexpr = INTER // 32
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, X)[:, None]
     index = tl.program_id(1) - X
-    line = items + tl.maximum(index, 0) * ITEM
     filled = tl.load(used, cache_modifier=".cg")
-    expert = tl.load(line + PAIRS, cache_modifier=".cg")
-    pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
-    row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
     if index < 0:
         shared_products(sw, sws, hq, hs, y, rows, tl.program_id(0) * X + index + X, TOPK, INTER, N, X, PTX, PDL)
-    elif index < filled:
-        group = tl.program_id(0) * X + warp
-        tile = expert * (N // 16) + group * 2
-        units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
-        wait_for_inputs(PDL)
-        if ROLLING:
-            loaded = inner_columns(hq, hs, row, pair, pair, 0, lane, G32, S, 1, FMT, 1, PTX)
-            acc = rolling_inner_sums(
-                fresh(2, X), w, wh, ws, tile, hq, hs, row, pair, units, loaded, lane, G32, U, S, X, FMT, PTX
-            )
-        else:
-            acc = outer_sums(
-                fresh(2, X), 0, (), units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, 0, S, X, FMT, PTX
-            )
-        for r in tl.static_range(2):
-            for h in tl.static_range(2):
-                n = group * 32 + r * 16 + h * 8 + lane // 4
-                store_one(y + pair * N + n, acc[r][2 * h], lane + warp >= 0, PTX)
     else:
-        wait_for_inputs(PDL)
+        for turn in tl.static_range(TURNS):
+            item = index + turn * (tl.num_programs(1) - X)
+            line = items + item * ITEM
+            expert = tl.load(line + PAIRS, cache_modifier=".cg")
+            pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
+            row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
+            group = tl.program_id(0) * X + warp
+            if item < filled:
+                tile = expert * (N // 16) + group * 2
+                units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
+                if turn == 0:
+                    wait_for_inputs(PDL)
+                acc = outer_sums(
+                    fresh(2, X), 0, (), units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, 0, S, X, FMT, PTX
+                )
+                for r in tl.static_range(2):
+                    for h in tl.static_range(2):
+                        n = group * 32 + r * 16 + h * 8 + lane // 4
+                        store_one(y + pair * N + n, acc[r][2 * h], lane + warp >= 0, PTX)
+            elif turn == 0:
+                wait_for_inputs(PDL)
 
 
 @triton.jit
@@ -459,8 +453,8 @@ class ExpertRows:
         """
         if inner % 64:
             raise ValueError(f"the inner width is {inner}; expert rows are stored by 64 values")
-        grouped = bool(experts and width)
-        if rows > LIST.value or (rows > 8 and not grouped):
+        grouped = rows > 8
+        if rows > LIST.value or (grouped and not (experts and width)):
             raise ValueError(
                 f"{rows} rows: a call takes at most {LIST.value}, and more than 8 need the number of experts "
                 f"({experts}) and the hidden width ({width})"
@@ -470,7 +464,7 @@ class ExpertRows:
         return ExpertRows(
             torch.empty(count, inner // 32, 8, **i32),
             torch.empty(count, inner // 32, **f32),
-            torch.zeros(most_items(rows, top_k, experts) if grouped else 0, ITEM.value, **i32),
+            torch.zeros(most_items(rows, top_k, experts) + 1 if grouped else 0, ITEM.value, **i32),
             torch.zeros(1 if grouped else 0, **i32),
             torch.empty(count if grouped else 0, width, **f32),
         )
@@ -482,17 +476,14 @@ class ExpertRows:
 
 
 def choose(logits: torch.Tensor, h: ExpertRows, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """The chosen experts of a listed call, their weights, and its work items; see `list_kernel`."""
+    """The chosen experts of more than eight rows, their weights, and the call's work items; see `list_kernel`."""
     rows, top_k = ids.shape
     experts = logits.shape[1] - 1
-    most = next(n for n in (8, 16, LIST.value) if n >= rows)
-    chooses = most <= 16
-    if not chooses:
-        choose_kernel[(rows,)](logits, ids, weights, rows, E=experts, TOPK=top_k, **_tiles.launch(logits, 1))
+    choose_kernel[(rows,)](logits, ids, weights, rows, E=experts, TOPK=top_k, **_tiles.launch(logits, 1))
+    most = next(n for n in (16, 32, LIST.value) if n >= rows)
     list_kernel[(triton.cdiv(experts, 8),)](
-        logits, ids, weights, h.items, h.used, rows,
-        E=experts, TOPK=top_k, BLOCK=triton.next_power_of_2(experts), OWN=8, MOST=most,
-        CHOOSES=chooses, **_tiles.launch(logits, 8),
+        ids, h.items, h.used, rows,
+        TOPK=top_k, BLOCK=triton.next_power_of_2(experts), OWN=8, MOST=most, **_tiles.launch(logits, 8),
     )  # fmt: skip
 
 
@@ -534,7 +525,7 @@ def expert_gate_up(
     if rows > 1:
         shape["S"] = _tiles.expert_steps(matrix, tile.warps, rows)
     hq = h.q.view(torch.int8)
-    if not _tiles.listed(logits, rows):
+    if rows <= 8:
         planes, asked = asks(ahead if 1 < rows <= 4 else None, a.q)
         pair_gate_up_kernel[(inner // 32, rows * top_k + 1)](
             matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, logits, shared, hq, h.s, ids, weights, *planes,
@@ -543,9 +534,10 @@ def expert_gate_up(
         )  # fmt: skip
         return
     choose(logits, h, ids, weights)
-    item_gate_up_kernel[(inner // 32, 1 + most_items(rows, top_k, experts))](
+    turns = _tiles.family(logits).up_turns
+    item_gate_up_kernel[(inner // 32, 1 + triton.cdiv(most_items(rows, top_k, experts), turns))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, shared, hq, h.s, h.items, h.used, rows, eps,
-        **shape, ROLLING=_tiles.family(logits).rolling_up, **_tiles.launch(logits, tile.warps, bounds.up_items),
+        **shape, TURNS=turns, **_tiles.launch(logits, tile.warps, bounds.up_items),
     )  # fmt: skip
 
 
@@ -575,20 +567,18 @@ def expert_down(
     width = x.shape[1]
     if top_k & (top_k - 1) or matrix.columns // 32 % top_k or width // 32 % top_k:
         raise ValueError(f"{top_k} warps do not divide {matrix.columns} by {width} weights into whole groups of 32")
-    grouped = _tiles.listed(x, rows)
+    grouped = rows > 8
     chooses = rows <= 2
     bounds = _tiles.family(x).expert_registers
     held = 0 if grouped else _tiles.expert_held(matrix, top_k)
     some = matrix.groups - held if chooses else _tiles.down_steps(matrix, held)
     if grouped:
-        most = _tiles.family(x).item_down_steps
-        some = min(matrix.groups, most) if _tiles.family(x).rolling_down else _tiles.parts(matrix.groups, most)
-    if grouped:
-        expert_rows_kernel[(width // 32 // top_k, top_k + most_items(rows, top_k, experts))](
+        turns = _tiles.family(x).down_turns
+        expert_rows_kernel[(width // 32 // top_k, top_k + triton.cdiv(most_items(rows, top_k, experts), turns))](
             matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, h.items, h.used,
             h.y, rows,
             TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, S=some, X=top_k,
-            ROLLING=_tiles.family(x).rolling_down, **_tiles.launch(x, top_k, bounds.down_items),
+            TURNS=turns, **_tiles.launch(x, top_k, bounds.down_items),
         )  # fmt: skip
         join_kernel[(width // 32, rows)](
             weights, logits, h.y, x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,

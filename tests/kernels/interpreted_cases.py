@@ -233,7 +233,7 @@ def ties():
 
 
 def listed(rows):
-    """Choice, weights and work items: up to sixteen rows in one launch, more in two."""
+    """Choice, weights and work items."""
     count, top_k = 8, 2
     logits = torch.randn(rows, count + 1)
     h = moe_decode.ExpertRows.empty(rows, top_k, 64, "cpu", experts=count, width=64)
@@ -476,9 +476,7 @@ CASES = {f"project {fmt}": (project, fmt) for fmt in ("W8", "Q4", "Q5", "Q6")} |
     "experts Q4 Q6": (experts, "Q4", "Q6", 1),
     "experts grouped": (experts, "Q4", "Q5", 9, 128, _tiles.Tile(2, 2, 2)),
     "expert ties": (ties,),
-    "expert lists of few": (listed, 5),
-    "expert lists": (listed, 9),
-    "expert lists of many": (listed, 17),
+    "expert lists": (listed, 17),
     "dense gate/up": (dense,),
     "head": (head,),
     "embed W8": (embed, "W8"),

@@ -11,8 +11,7 @@ from tests.kernels.programs import interpreted, lines
 CASES = (
     "attention", "attention splits", "project W8", "windows", "gated delta", "gated delta batch", "attention bf16", "experts grouped", "project Q4",
     "experts Q4 Q5", "project Q5", "side rows", "project Q6", "residual", "shared", "head", "expert ties", "embed W8",
-    "dense gate/up", "shared heads", "embed Q6", "shared W8", "expert lists of few", "expert lists",
-    "expert lists of many",
+    "dense gate/up", "shared heads", "embed Q6", "shared W8", "expert lists",
 )  # fmt: skip
 """Two processes take every second one: each half takes about as long."""
 LONG_CASES = ("experts W8 W8", "experts Q4 Q6")
