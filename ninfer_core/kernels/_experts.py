@@ -29,7 +29,7 @@ from ._dequant import (
     unit_pointers,
     unpack_scales,
 )
-from ._planes import GROUP_WORDS
+from ._planes import GROUP_WORDS, activation_byte, fine_bytes, fine_steps
 from ._room import ask_words, own_words, wait_for_copies
 from .linear_decode import fresh, load_units
 
@@ -466,3 +466,34 @@ def shared_rows(shared_gate_up, hq, hs, group, rows, TOPK: tl.constexpr, INTER: 
             h = h + (silu(gate) * up,)  # noqa: RUF005
         store_inner(h, hq, hs, rows * TOPK + t, t < rows, group, INTER // 32)
         first += 4
+
+
+@triton.jit
+def finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_out, t, group, N: tl.constexpr):
+    """New residual of row `t`, 32 values in lane form (four [32], the same in all columns), and its int8 group."""
+    lane = tl.arange(0, 32)
+    one = lane % 4 == 0
+    n = group * 32 + lane // 4
+    u = ()
+    square = tl.zeros([32], tl.float32)
+    top = tl.zeros([32], tl.float32)
+    values = ()
+    for i in tl.static_range(4):
+        value = old[i] + (routed[i] + gate * shared[i])
+        values = values + (value,)  # noqa: RUF005
+        u = u + (value * gains[i],)  # noqa: RUF005
+        square = tl.fma(value, value, square)
+        top = tl.maximum(top, tl.abs(u[i]))
+    for i in tl.static_range(4):
+        tl.store(x_out + t * N + n + i * 8, values[i], mask=one)
+        tl.store(u_out + t * N + n + i * 8, u[i], mask=one)
+    top = rows_max(top)
+    inverse = fine_steps(top)
+    unit = (t // 8) * (N // 32) + group
+    for i in tl.static_range(4):
+        first, second = fine_bytes(u[i], inverse)
+        at = q_out + activation_byte(unit, t % 8, i * 8 + lane // 4)
+        tl.store(at, first.to(tl.int8), mask=one)
+        tl.store(at + 8, second.to(tl.int8), mask=one)
+    tl.store(s_out + unit * 8 + t % 8 + lane * 0, top / 127.0, mask=lane == 0)
+    tl.store(ss_out + unit * 8 + t % 8 + lane * 0, rows_sum(square), mask=lane == 0)

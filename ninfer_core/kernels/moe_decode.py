@@ -3,9 +3,8 @@
 Up to eight rows take three launches, and a program per (row, expert) pair: rows share an expert too rarely for lists to
 pay, and where they do its weights come from the cache. Every gate/up program chooses for its own row (256 logits fit in
 a warp's registers; a launch would cost more), and with one or two rows so does the down kernel, before the wait: the
-logits are two launches old. More rows are listed by expert over the whole call (three launches more), up to four pairs
-an item, so that few experts are read twice; the shared expert then serves eight rows at a time. No atomics; sums of a
-row have the same order on all ways.
+logits are two launches old. More rows are listed by expert, see `moe_listed_decode`. No atomics; sums of a row have the
+same order on all ways.
 """
 
 from __future__ import annotations
@@ -22,24 +21,20 @@ from ._dequant import (
     EARLY1,
     FRESH1,
     load_one,
-    rows_max,
-    rows_sum,
-    store_one,
     sum_warps,
     wait_for_inputs,
 )
 from ._experts import (
     ITEM,
     LIST,
-    PAIRS,
     ask_inner_units,
     expert_of,
     expert_of_slot,
+    finish_row,
     gathered_pointers,
     inner_columns,
     inner_sums,
     inner_units,
-    item_tile,
     of_slot,
     outer_sums,
     row_columns,
@@ -52,57 +47,12 @@ from ._experts import (
     top_experts,
 )
 from ._order import Activation, KernelMatrix
-from ._planes import activation_byte, fine_bytes, fine_steps
 from ._room import room, room_of
 from .linear_decode import fresh, linear_kernel, norm_gains, side_programs, side_words
+from .moe_listed_decode import choose, expert_rows_kernel, item_gate_up_kernel, join_kernel, most_items
 
 ROOM = room(32 * 1024)
 """Words that wait for the kernel in front: four units of two row tiles for each of eight warps."""
-
-
-@triton.jit(do_not_specialize=["rows"])
-def choose_kernel(
-    logits, ids, weights, rows, E: tl.constexpr, TOPK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr
-):
-    """Programs (row): ids and softmax weights [T, TOPK] of the chosen experts."""
-    t = tl.program_id(0) + tl.arange(0, 1)
-    wait_for_inputs(PDL)
-    found, chosen = top_experts(logits, t, rows, FRESH1, E, TOPK, PTX)
-    store_choice(ids, weights, found, shares_of(chosen, TOPK), t, t >= 0, TOPK, PTX)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def list_kernel(
-    ids, items, used, rows, TOPK: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Programs (`OWN` experts): the work items of a call of `MOST` rows at most, by expert, by row.
-
-    An item is a line of `items` [., 8]: four pairs (row * TOPK + slot) of an expert, the last of fewer repeated, and
-    the expert.
-    """
-    pair = tl.arange(0, MOST * TOPK)
-    every = tl.arange(0, BLOCK)
-    first = tl.program_id(0) * OWN
-    own = first + tl.arange(0, OWN)
-    wait_for_inputs(PDL)
-    inside = pair < rows * TOPK
-    chosen = tl.load(ids + pair, mask=inside, other=0)
-    lines = (tl.histogram(chosen, BLOCK, mask=inside) + (PAIRS - 1)) // PAIRS
-    before = tl.sum(tl.where(every < first, lines, 0), 0)
-    tl.store(used, tl.sum(lines, 0), mask=first == 0)
-    member = (chosen[None, :] == own[:, None]) & inside[None, :]
-    count = tl.sum(member.to(tl.int32), 1)
-    place = tl.cumsum(member.to(tl.int32), 1) - 1
-    filled = (count + (PAIRS - 1)) // PAIRS
-    start = before + tl.cumsum(filled, 0) - filled
-    at = items + (start[:, None] + place // PAIRS) * ITEM + place % PAIRS
-    last = member & (place == count[:, None] - 1)
-    tl.store(at, pair[None, :], mask=member)
-    for more in tl.static_range(1, PAIRS):
-        tl.store(at + more, pair[None, :], mask=last & (place % PAIRS + more < PAIRS))
-    line = tl.arange(0, MOST // PAIRS)[None, :]
-    tl.store(items + (start[:, None] + line) * ITEM + PAIRS, own[:, None], mask=line < filled[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -152,106 +102,6 @@ def pair_gate_up_kernel(
             high = next_wh + first * (64 if AFMT == 6 else 32)
             ask_matrix(next_w + first * 128, high, next_ws + first * 8, place, X * 32, SHARE, AFMT, APART, PTX)
         store_pair(acc, hq, hs, squares, index, tile, eps, INTER, K)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def item_gate_up_kernel(
-    w, wh, ws, xq, xs, ss, shared_gate_up, hq, hs, items, used, rows, eps,
-    TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, TURNS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Programs (tile, 1 + item): the same for the pairs of an item; index 0 quantises the shared expert's rows.
-
-    With two `TURNS` there are programs for half of the items that there may be: where more are filled, the first take
-    one more. A program without an item costs a microsecond of its place.
-    """
-    tile = tl.program_id(0)
-    index = tl.program_id(1) - 1
-    lane = tl.arange(0, 32)
-    wait_for_inputs(PDL)
-    filled = tl.load(used)
-    if index < 0:
-        shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
-    for turn in tl.static_range(TURNS):
-        item = index + turn * (tl.num_programs(1) - 1)
-        line = items + tl.maximum(item, 0) * ITEM
-        expert = tl.load(line + PAIRS)
-        pair = load_one(line + lane % PAIRS, FRESH1, PTX)
-        own = load_one(line + lane // (32 // PAIRS), FRESH1, PTX)
-        if (index >= 0) & (item < filled):
-            item_tile(
-                w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX
-            )
-
-
-@triton.jit(do_not_specialize=["rows"])
-def expert_rows_kernel(
-    w, wh, ws, sw, sws, hq, hs, items, used, y, rows,
-    TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, TURNS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Programs (32 X outputs, X + items): y[pair, n]; the first X do the shared expert's rows, behind the pairs.
-
-    A warp owns 32 outputs over all of K; of the shared expert its share of K, as in `expert_down_kernel`. The list is
-    two launches old: it is read, and weights are asked for, before the wait. Items as in `item_gate_up_kernel`.
-    """
-    G32: tl.constexpr = INTER // 32
-    lane = tl.arange(0, 32)[None, :]
-    warp = tl.arange(0, X)[:, None]
-    index = tl.program_id(1) - X
-    filled = tl.load(used, cache_modifier=".cg")
-    if index < 0:
-        shared_products(sw, sws, hq, hs, y, rows, tl.program_id(0) * X + index + X, TOPK, INTER, N, X, PTX, PDL)
-    else:
-        for turn in tl.static_range(TURNS):
-            item = index + turn * (tl.num_programs(1) - X)
-            line = items + item * ITEM
-            expert = tl.load(line + PAIRS, cache_modifier=".cg")
-            pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
-            row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
-            group = tl.program_id(0) * X + warp
-            if item < filled:
-                tile = expert * (N // 16) + group * 2
-                units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
-                if turn == 0:
-                    wait_for_inputs(PDL)
-                acc = outer_sums(
-                    fresh(2, X), 0, (), units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, 0, S, X, FMT, PTX
-                )
-                for r in tl.static_range(2):
-                    for h in tl.static_range(2):
-                        n = group * 32 + r * 16 + h * 8 + lane // 4
-                        store_one(y + pair * N + n, acc[r][2 * h], lane + warp >= 0, PTX)
-            elif turn == 0:
-                wait_for_inputs(PDL)
-
-
-@triton.jit
-def shared_products(
-    sw, sws, hq, hs, y, rows, group, TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, X: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """32 outputs of the shared expert for all rows, eight at a time: weights are read once, warps share K."""
-    G32: tl.constexpr = INTER // 32
-    lane = tl.arange(0, 32)[None, :]
-    warp = tl.arange(0, X)[:, None]
-    units = inner_units(sw, sw, sws, group * 2 + warp * 0, warp, lane, G32, G32 // X, X, 8, PTX)
-    wait_for_inputs(PDL)
-    first = 0
-    while first < rows:
-        t = first + lane % 4 * 2 + warp * 0
-        row = rows * TOPK + tl.minimum(first + lane // 4 + warp * 0, rows - 1)
-        even = rows * TOPK + tl.minimum(t, rows - 1)
-        odd = rows * TOPK + tl.minimum(t + 1, rows - 1)
-        loaded = inner_columns(hq, hs, row, even, odd, warp, lane, G32, G32 // X, X, 8, 8, PTX)
-        acc = sum_warps(inner_sums(fresh(2, X), units, loaded, G32 // X, X, 8, 8, PTX))
-        own = first + tl.arange(0, 32) % 4 * 2
-        n = group * 32 + tl.arange(0, 32) // 4
-        for r in tl.static_range(2):
-            for i in tl.static_range(4):
-                at = (rows * TOPK + own + i % 2) * N + n + (r * 16 + i // 2 * 8)
-                tl.store(y + at, acc[r][i], mask=own + i % 2 < rows)
-        first += 8
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -311,87 +161,6 @@ def expert_down_kernel(
     finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_out, t, pid, N)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def join_kernel(
-    weights, logits, y, x, norm, x_out, u_out, q_out, s_out, ss_out, rows,
-    E: tl.constexpr, TOPK: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Programs (group of 32 outputs, row): `expert_down_kernel` with the products of `expert_rows_kernel`; one warp.
-
-    Pairs are added up as the sum over that kernel's warps does it: halves first.
-    """
-    pid = tl.program_id(0)
-    t = tl.program_id(1)
-    lane = tl.arange(0, 32)
-    gains = norm_gains(norm, pid)
-    n = pid * 32 + lane // 4
-    old = ()
-    for i in tl.static_range(4):
-        old = old + (load_one(x + t * N + n + i * 8, EARLY1, PTX),)  # noqa: RUF005
-    shares = ()
-    for s in tl.static_range(TOPK):
-        shares = shares + (load_one(weights + t * TOPK + s + lane * 0, EARLY1, PTX),)  # noqa: RUF005
-    gate = 1.0 / (1.0 + tl.exp(-tl.load(logits + t * (E + 1) + E, cache_modifier=".cg")))
-    wait_for_inputs(PDL)
-    shared = ()
-    terms = ()
-    for i in tl.static_range(4):
-        shared = shared + (load_one(y + (rows * TOPK + t) * N + n + i * 8, FRESH1, PTX),)  # noqa: RUF005
-        for s in tl.static_range(TOPK):
-            terms = terms + (load_one(y + (t * TOPK + s) * N + n + i * 8, FRESH1, PTX),)  # noqa: RUF005
-    routed = ()
-    for i in tl.static_range(4):
-        products = ()
-        for s in tl.static_range(TOPK):
-            products = products + (terms[i * TOPK + s] * shares[s],)  # noqa: RUF005
-        routed = routed + (sum_halves(products),)  # noqa: RUF005
-    finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_out, t, pid, N)
-
-
-@triton.jit
-def sum_halves(values):
-    """Sum of 2, 4 or 8 values: the second half to the first, until one is left."""
-    N: tl.constexpr = len(values)
-    if N == 1:
-        return values[0]
-    else:
-        half = ()
-        for i in tl.static_range(N // 2):
-            half = half + (values[i] + values[i + N // 2],)  # noqa: RUF005
-        return sum_halves(half)
-
-
-@triton.jit
-def finish_row(routed, shared, gate, gains, old, x_out, u_out, q_out, s_out, ss_out, t, group, N: tl.constexpr):
-    """New residual of row `t`, 32 values in lane form (four [32], the same in all columns), and its int8 group."""
-    lane = tl.arange(0, 32)
-    one = lane % 4 == 0
-    n = group * 32 + lane // 4
-    u = ()
-    square = tl.zeros([32], tl.float32)
-    top = tl.zeros([32], tl.float32)
-    values = ()
-    for i in tl.static_range(4):
-        value = old[i] + (routed[i] + gate * shared[i])
-        values = values + (value,)  # noqa: RUF005
-        u = u + (value * gains[i],)  # noqa: RUF005
-        square = tl.fma(value, value, square)
-        top = tl.maximum(top, tl.abs(u[i]))
-    for i in tl.static_range(4):
-        tl.store(x_out + t * N + n + i * 8, values[i], mask=one)
-        tl.store(u_out + t * N + n + i * 8, u[i], mask=one)
-    top = rows_max(top)
-    inverse = fine_steps(top)
-    unit = (t // 8) * (N // 32) + group
-    for i in tl.static_range(4):
-        first, second = fine_bytes(u[i], inverse)
-        at = q_out + activation_byte(unit, t % 8, i * 8 + lane // 4)
-        tl.store(at, first.to(tl.int8), mask=one)
-        tl.store(at + 8, second.to(tl.int8), mask=one)
-    tl.store(s_out + unit * 8 + t % 8 + lane * 0, top / 127.0, mask=lane == 0)
-    tl.store(ss_out + unit * 8 + t % 8 + lane * 0, rows_sum(square), mask=lane == 0)
-
-
 def route_and_shared(
     shared_gate_up: KernelMatrix,
     router: torch.Tensor,
@@ -419,12 +188,6 @@ def route_and_shared(
         NB=blocks, R=_tiles.window(rows),
         **_tiles.launch(logits, tile.warps),
     )  # fmt: skip
-
-
-def most_items(rows: int, top_k: int, experts: int) -> int:
-    """Most work items of a call: every chosen expert one, and one more for each four further pairs of it."""
-    chosen = min(experts, rows * top_k)
-    return chosen + (rows * top_k - chosen) // PAIRS.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,18 +238,6 @@ class ExpertRows:
         return self.q.view(pairs, groups // 2, 4, 2, 2).permute(0, 1, 3, 4, 2).reshape(pairs, groups, 8)
 
 
-def choose(logits: torch.Tensor, h: ExpertRows, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """The chosen experts of more than eight rows, their weights, and the call's work items; see `list_kernel`."""
-    rows, top_k = ids.shape
-    experts = logits.shape[1] - 1
-    choose_kernel[(rows,)](logits, ids, weights, rows, E=experts, TOPK=top_k, **_tiles.launch(logits, 1))
-    most = next(n for n in (16, 32, LIST.value) if n >= rows)
-    list_kernel[(triton.cdiv(experts, 8),)](
-        ids, h.items, h.used, rows,
-        TOPK=top_k, BLOCK=triton.next_power_of_2(experts), OWN=8, MOST=most, **_tiles.launch(logits, 8),
-    )  # fmt: skip
-
-
 def expert_gate_up(
     matrix: KernelMatrix,
     a: Activation,
@@ -533,7 +284,7 @@ def expert_gate_up(
             **_tiles.launch(logits, tile.warps, bounds.up_row if rows == 1 else bounds.up_pairs),
         )  # fmt: skip
         return
-    choose(logits, h, ids, weights)
+    choose(logits, h.items, h.used, ids, weights)
     turns = _tiles.family(logits).up_turns
     item_gate_up_kernel[(inner // 32, 1 + triton.cdiv(most_items(rows, top_k, experts), turns))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, shared, hq, h.s, h.items, h.used, rows, eps,

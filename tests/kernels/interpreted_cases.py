@@ -20,6 +20,7 @@ from ninfer_core.kernels import (
     linear_decode,
     mlp_decode,
     moe_decode,
+    moe_listed_decode,
     residual_decode,
 )
 from ninfer_core.kernels._order import GROUP, Activation, fine_rows_ref, pack_codes, quantize_rows_ref
@@ -238,7 +239,7 @@ def listed(rows):
     logits = torch.randn(rows, count + 1)
     h = moe_decode.ExpertRows.empty(rows, top_k, 64, "cpu", experts=count, width=64)
     ids, weights = torch.full((rows, top_k), -1, dtype=torch.int32), torch.full((rows, top_k), NAN)
-    moe_decode.choose(logits, h, ids, weights)
+    moe_listed_decode.choose(logits, h.items, h.used, ids, weights)
     best, order = logits[:, :count].topk(top_k)
     same(ids.long(), order, "ids")
     near(weights, best.softmax(-1), EXACT, "weights")
