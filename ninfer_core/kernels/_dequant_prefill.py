@@ -50,15 +50,26 @@ def bf16_pair(scale):
 
 
 @triton.jit
-def scaled_pairs(low, top, high0, high1, scale, rh: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
+def bf16_rest(scale):
+    """What `bf16_pair` leaves of an fp16 scale, which bf16 holds exactly, twice in one int32."""
+    return bf16_pair(scale.to(tl.float32) - scale.to(tl.float32).to(tl.bfloat16).to(tl.float32))
+
+
+@triton.jit
+def scaled_pairs(
+    low, top, high0, high1, scale, rest, rh: tl.constexpr, FMT: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
     """The values of two words times their scale: a tuple of 8 (W8: 4) int32 tensors, each a bf16 pair (low, top).
 
-    `scale` is `bf16_pair`; code times scale is rounded to bf16 once more. Element v is byte v % 4 of half v // 4.
+    `scale` is `bf16_pair`; code times scale is rounded to bf16 once more. With `WHOLE` only then: `rest` is
+    `bf16_rest`, and a pair takes one operation more. Element v is byte v % 4 of half v // 4.
     """
     if PTX:
-        return ptx_pairs(low, top, high0, high1, scale, rh, FMT)
+        return ptx_pairs(low, top, high0, high1, scale, rest, rh, FMT, WHOLE)
     else:
         s = ((scale & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+        if WHOLE:
+            s += ((rest & 0xFFFF) << 16).to(tl.float32, bitcast=True)
         found = ()
         for v in tl.static_range(4 if FMT == 8 else 8):
             a = code_of(low, high0, high1, v, rh, FMT) * s
@@ -73,11 +84,12 @@ def scaled_pairs(low, top, high0, high1, scale, rh: tl.constexpr, FMT: tl.conste
 # -0 are exact.
 
 
-def _pairs(bits: int) -> str:
-    """PTX of `scaled_pairs`: outputs $0.., then low, top, (for 5 and 6 bits) four words of high bits, the scale."""
+def _pairs(bits: int, whole: bool = False) -> str:
+    """PTX of `scaled_pairs`: outputs $0.., low, top, (5, 6 bits) four words of high bits, scale, (`whole`) its rest."""
     count = 4 if bits == 8 else 8
     low, top = f"${count}", f"${count + 1}"
-    scale = f"${count + (6 if bits in (5, 6) else 2)}"
+    place = count + (6 if bits in (5, 6) else 2)
+    scale, rest = f"${place}", f"${place + 1}"
     base = 0x43004300 + 0x00010001 * (1 << (bits - 1)) if bits < 8 else 0x43004300
     lines = [
         ".reg .b32 p, q, a, b, c, d, one, zero;",
@@ -101,39 +113,59 @@ def _pairs(bits: int) -> str:
                 lines.append(f"prmt.b32 q, ${count + 2 + 2 * half}, ${count + 3 + 2 * half}, {pick:#x};")
                 lines.append(f"lop3.b32 q, q, {mask:#010x}, c, 0x6a; lop3.b32 p, p, 0x000f000f, q, 0xea;")
             lines.append("fma.rn.bf16x2 p, p, one, d;")
-        lines.append(f"fma.rn.bf16x2 ${v}, p, {scale}, zero;")
+        if whole:
+            lines.append(f"fma.rn.bf16x2 q, p, {rest}, zero; fma.rn.bf16x2 ${v}, p, {scale}, q;")
+        else:
+            lines.append(f"fma.rn.bf16x2 ${v}, p, {scale}, zero;")
     return "{ " + " ".join(lines) + " }"
 
 
-PAIRS_8 = tl.constexpr(_pairs(8))
-PAIRS_4 = tl.constexpr(_pairs(4))
-PAIRS_5 = tl.constexpr(_pairs(5))
-PAIRS_6 = tl.constexpr(_pairs(6))
+PAIRS_8, WHOLE_8 = tl.constexpr(_pairs(8)), tl.constexpr(_pairs(8, True))
+PAIRS_4, WHOLE_4 = tl.constexpr(_pairs(4)), tl.constexpr(_pairs(4, True))
+PAIRS_5, WHOLE_5 = tl.constexpr(_pairs(5)), tl.constexpr(_pairs(5, True))
+PAIRS_6, WHOLE_6 = tl.constexpr(_pairs(6)), tl.constexpr(_pairs(6, True))
 FOUR_OUT = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
 EIGHT_OUT = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r")
 EIGHT_OUT_HIGH = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r")
+ONE_MORE = tl.constexpr(",r")
 FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
 EIGHT_WORDS = tl.constexpr((tl.int32,) * 8)
 
 
 @triton.jit
-def ptx_pairs(low, top, high0, high1, scale, rh: tl.constexpr, FMT: tl.constexpr):
-    """`scaled_pairs` in PTX: a byte permutation, one or two logic operations, a difference and a product a pair."""
+def ptx_pairs(low, top, high0, high1, scale, rest, rh: tl.constexpr, FMT: tl.constexpr, WHOLE: tl.constexpr):
+    """`scaled_pairs` in PTX: a pair takes a permutation, a logic operation or two, a difference, a product or two."""
     if FMT == 8:
-        return tl.inline_asm_elementwise(PAIRS_8, FOUR_OUT, [low, top, scale], FOUR_WORDS, True, 1)
+        if WHOLE:
+            return tl.inline_asm_elementwise(WHOLE_8, FOUR_OUT + ONE_MORE, [low, top, scale, rest], FOUR_WORDS, True, 1)
+        else:
+            return tl.inline_asm_elementwise(PAIRS_8, FOUR_OUT, [low, top, scale], FOUR_WORDS, True, 1)
     elif FMT == 4:
-        return tl.inline_asm_elementwise(PAIRS_4, EIGHT_OUT, [low, top, scale], EIGHT_WORDS, True, 1)
+        if WHOLE:
+            return tl.inline_asm_elementwise(
+                WHOLE_4, EIGHT_OUT + ONE_MORE, [low, top, scale, rest], EIGHT_WORDS, True, 1
+            )
+        else:
+            return tl.inline_asm_elementwise(PAIRS_4, EIGHT_OUT, [low, top, scale], EIGHT_WORDS, True, 1)
     elif FMT == 5:
         # Bit 4 of every byte: the high bit for low and top, in the first and in the second half.
         args = [low, top, high0 >> (3 - rh), high0 >> (1 - rh), high0 << (1 + rh), high0 << (3 + rh), scale]
-        return tl.inline_asm_elementwise(PAIRS_5, EIGHT_OUT_HIGH, args, EIGHT_WORDS, True, 1)
+        if WHOLE:
+            args = args + [rest]  # noqa: RUF005
+            return tl.inline_asm_elementwise(WHOLE_5, EIGHT_OUT_HIGH + ONE_MORE, args, EIGHT_WORDS, True, 1)
+        else:
+            return tl.inline_asm_elementwise(PAIRS_5, EIGHT_OUT_HIGH, args, EIGHT_WORDS, True, 1)
     else:
         # Bits 4 and 5 likewise; each half has a word of its own.
         if rh == 0:
             args = [low, top, high0 >> 2, high0 << 2, high1 >> 2, high1 << 2, scale]
         else:
             args = [low, top, high0, high0 << 4, high1, high1 << 4, scale]
-        return tl.inline_asm_elementwise(PAIRS_6, EIGHT_OUT_HIGH, args, EIGHT_WORDS, True, 1)
+        if WHOLE:
+            args = args + [rest]  # noqa: RUF005
+            return tl.inline_asm_elementwise(WHOLE_6, EIGHT_OUT_HIGH + ONE_MORE, args, EIGHT_WORDS, True, 1)
+        else:
+            return tl.inline_asm_elementwise(PAIRS_6, EIGHT_OUT_HIGH, args, EIGHT_WORDS, True, 1)
 
 
 @triton.jit
@@ -206,9 +238,10 @@ def split_words(words, R: tl.constexpr):
 
 @triton.jit
 def unit_operand(
-    w, wh, ws, u, B: tl.constexpr, FMT: tl.constexpr, SLOTS: tl.constexpr, PTX: tl.constexpr
+    w, wh, ws, u, B: tl.constexpr, FMT: tl.constexpr, SLOTS: tl.constexpr, PTX: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Unit `u` of B * 16 rows in bf16, from the pointers of `tile_lanes`."""
+    """Unit `u` of B * 16 rows in bf16, from the pointers of `tile_lanes`; `WHOLE`: see `scaled_pairs`."""
     R: tl.constexpr = B * 8
     high0 = 0
     high1 = 0
@@ -218,8 +251,9 @@ def unit_operand(
         high0, high1 = tl.split(tl.load(wh + u * 64))
     scales = tl.load(ws + u * 8)
     r0, r1, r2, r3 = split_words(tl.load(w + u * 128), R)
-    upper = scaled_pairs(r0, r2, high0, high1, bf16_pair(fp16_half(scales, False)), 0, FMT, PTX)
-    lower = scaled_pairs(r1, r3, high0, high1, bf16_pair(fp16_half(scales, True)), 1, FMT, PTX)
+    first, second = fp16_half(scales, False), fp16_half(scales, True)
+    upper = scaled_pairs(r0, r2, high0, high1, bf16_pair(first), bf16_rest(first), 0, FMT, WHOLE, PTX)
+    lower = scaled_pairs(r1, r3, high0, high1, bf16_pair(second), bf16_rest(second), 1, FMT, WHOLE, PTX)
     if SLOTS:
         return operand(upper, lower, B, FMT)
     else:

@@ -26,11 +26,11 @@ def dequantize_kernel(
     row = (first * 16 + tl.arange(0, B * 16)).to(tl.int64)
     at = out + row[:, None] * stride + tl.arange(0, WIDTH)[None, :]
     for i in tl.static_range(S):
-        tl.store(at + (u + i) * WIDTH, unit_operand(wp, hp, sp, u + i, B, FMT, SLOTS, PTX))
+        tl.store(at + (u + i) * WIDTH, unit_operand(wp, hp, sp, u + i, B, FMT, SLOTS, PTX, True))
 
 
 def dequantize(weight: KernelMatrix, out: torch.Tensor, slots: bool = False) -> None:
-    """`out` [N, K] bf16 (rows may be strided) := the weight; `slots`: K in operand order (`slot_of`)."""
+    """`out` [N, K] bf16 (rows may be strided) := the weight, rounded once; `slots`: K in operand order (`slot_of`)."""
     tiles, units = weight.rows // 16, weight.groups
     block = min(tiles & -tiles, 4 if out.is_cuda else 64)  # the interpreter is slow by the program, not by the value
     step = 4 if units % 4 == 0 else (2 if units % 2 == 0 else 1)

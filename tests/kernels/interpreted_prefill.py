@@ -63,7 +63,8 @@ def opened(fmt):
     natural, slots = empty(48, 128), empty(48, 128)
     linear_prefill.dequantize(weight, natural)
     linear_prefill.dequantize(weight, slots, True)
-    near(natural, values, BF16, fmt)
+    once = (values.view(torch.int32) & -65536).view(torch.float32)  # the interpreter cuts where a card rounds
+    assert torch.equal(natural.float(), once), f"{fmt}: values are rounded once"
     assert torch.equal(slots[:, moe_prefill.slots(128, "cpu")], natural), "operand order"
     out = empty(5, 48)
     x = torch.randn(5, 128).bfloat16()
