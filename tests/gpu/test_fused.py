@@ -22,7 +22,7 @@ from ninfer_core.state import FusedState, State
 from ninfer_core.types import Message, Request, Sampling
 
 HIDDEN = 0.05
-"""Relative error of hidden rows: int8 activations in groups of 32, through all layers of the demo model."""
+"""Relative error of hidden rows: activations of eight and eleven bits in groups of 32, through the demo's layers."""
 TOP1 = 0.97
 """Agreement of the likeliest token on random ids, where the model is unsure; on text see `test_demo_text`."""
 TEXT = 0.99
