@@ -12,6 +12,7 @@ the engine generates.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -336,7 +337,13 @@ def run_layers(keep: Callable[[str, Any], None], only: str) -> None:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def keep_in(section: str, command: str, fresh: bool) -> Callable[[str, Any], None]:
+def demo_weights() -> str:
+    """The beginning of the digest of the shipped weights, as in the model's card."""
+    (file,) = evaluate.ARTIFACT.glob("model-*.safetensors")
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
+def keep_in(section: str, command: str, fresh: bool, **of_what: str) -> Callable[[str, Any], None]:
     """A function that keeps one row of a section of the result file, after every row; `fresh` drops older rows first."""
     if fresh and RESULTS.exists():
         found = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -347,7 +354,7 @@ def keep_in(section: str, command: str, fresh: bool) -> Callable[[str, Any], Non
         found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         rounded = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in entry.items()}
         about: dict[str, Any] = {"commit": commit_of(), "versions": versions(), "device": device_of("cpu").name}
-        about |= {"date": f"{datetime.now(UTC):%Y-%m-%d}"}
+        about |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", **of_what}
         part = found.setdefault(section, {"rows": {}})
         about["commands"] = list(dict.fromkeys([*part.get("made", {}).get("commands", ()), command]))
         part["rows"].setdefault(name, {}).update(rounded)
@@ -401,7 +408,7 @@ def page(found: dict[str, Any]) -> str:
 _INTRODUCTION = """Differences to the same model with bf16 weights, fp32 arithmetic and an fp32 KV cache. *KL* is the mean divergence in
 nats of the next-token distribution from that of the reference, *same choice* how often the most likely token is the same.
 Formats and recipes are those of `ninfer_core/quant.py` and `ninfer_core/inventory.py`. *int8 activations* rounds what enters
-every product to int8 in groups of 32, as the GPU kernels do."""
+every product to int8 in groups of 32. The GPU kernels do so but at the mixers' projections, which keep three bits more."""
 
 _LAYERS = """One Gated DeltaNet and one attention layer of each published model at full width (16 of the 256 experts, 8,192
 vocabulary rows), random weights with heavy tails, 128 positions. Random weights have near-flat distributions and close
@@ -418,7 +425,8 @@ def _demo_note(tokens: int) -> str:
 def _made(section: dict[str, Any]) -> str:
     about = section["made"]
     commands = ", ".join(f"`{command}`" for command in about["commands"])
-    return f"Made by {commands} on {about['device']}, {about['date']}, commit {about['commit']}."
+    weights = f", from the checkpoint of the weights `{about['weights']}...`" if "weights" in about else ""
+    return f"Made by {commands} on {about['device']}, {about['date']}, commit {about['commit']}{weights}."
 
 
 def main() -> None:
@@ -435,7 +443,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.checkpoint:
         command = f"python -m tests.tools.quality --checkpoint FOLDER --items {args.items} --samples {args.samples}"
-        run_demo(args.checkpoint, args.items, args.samples, args.only, keep_in("demo", command, not args.only))
+        keep = keep_in("demo", command, not args.only, weights=demo_weights())
+        run_demo(args.checkpoint, args.items, args.samples, args.only, keep)
     if args.layers:
         run_layers(keep_in("layers", "python -m tests.tools.quality --layers", not args.only), args.only)
     if args.write:
