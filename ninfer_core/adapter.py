@@ -377,14 +377,15 @@ def format_of_envelope(value: Mapping[str, Any]) -> ResponseFormat:
             f"response_format.json_schema.schema must be a JSON schema, not {type(schema).__name__}",
             param="response_format",
         )
-    return ResponseFormat("json_schema", schema, strict=inner.get("strict") is not False)
+    return ResponseFormat("json_schema", closed(schema), strict=inner.get("strict") is not False)
 
 
 def closed(schema: Any) -> Any:
-    """The schema of a class, whose objects take no properties but those of the class unless it says otherwise.
+    """A schema whose objects take no properties but those it lists, unless it says otherwise.
 
-    A class would drop or refuse others, and a model may go on writing them. Where schemas are combined by `allOf` a
-    part must let those of the others pass, so such a schema stays as it is.
+    Frameworks leave `additionalProperties` out and mean false: a class would drop or refuse others, and a model may go
+    on writing them. Where schemas are combined by `allOf` a part must let those of the others pass, so such a schema
+    stays as it is.
     """
     return schema if _combines(schema) else _closed(schema)
 

@@ -100,10 +100,10 @@ def response_format_of(value: Any) -> ResponseFormat | None:
             return None
         if kind == "json_object":
             schema = value.get("schema")
-            return ResponseFormat("json") if schema is None else ResponseFormat("json_schema", schema)
+            return ResponseFormat("json") if schema is None else ResponseFormat("json_schema", closed(schema))
         if kind == "json_schema":
             return format_of_envelope(value)
-    return ResponseFormat("json_schema", schema_of(value))
+    return ResponseFormat("json_schema", closed(schema_of(value)))
 
 
 def is_json_schema(value: Any) -> bool:
@@ -114,8 +114,7 @@ def is_json_schema(value: Any) -> bool:
 def schema_of(value: Any) -> dict[str, Any]:
     """The JSON schema of any kind of schema that LangChain knows.
 
-    A JSON schema is taken as it is: core wants a title of it, and keeps nothing of one without properties. That of a
-    class or function is closed (`closed`).
+    A JSON schema is taken as it is: core wants a title of it, and keeps nothing of one without properties.
 
     Raises:
         InvalidRequestError: no schema.
@@ -123,14 +122,13 @@ def schema_of(value: Any) -> dict[str, Any]:
     if is_json_schema(value):
         return dict(value)
     try:
-        made = convert_to_json_schema(value)
+        return convert_to_json_schema(value)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidRequestError(
             f"{str(value)[:80]!r} is no schema; give a Pydantic class, a TypedDict, a JSON schema or an OpenAI "
             f"function ({type(error).__name__}: {str(error)[:200]})",
             param="response_format",
         ) from error
-    return made if isinstance(value, Mapping) else closed(made)
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:

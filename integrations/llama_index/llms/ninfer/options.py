@@ -60,7 +60,7 @@ def response_format_of(value: Any) -> ResponseFormat | None:
             return ResponseFormat("json")
         if kind == "json_schema":
             return format_of_envelope(value)
-        return ResponseFormat("json_schema", dict(value))
+        return ResponseFormat("json_schema", closed(value))
     raise InvalidRequestError(
         f"response_format must be a Pydantic class, a JSON schema or an OpenAI response_format, not {value!r}",
         param="response_format",
