@@ -65,6 +65,7 @@ def figures_table(figures: Sequence[Figure]) -> str:
 
 # --- documents -------------------------------------------------------------------------------------------------------
 
+_SPEEDS = ("decode", "prefill", "batch")
 _PARTS = {
     "decode": "decode, one request",
     "prefill": "reading a prompt",
@@ -117,15 +118,26 @@ def text_tables(folder: Path) -> str:
                 rows.append((f"{model}: {rest[0]}", rate, rounds, shares, f"{about['limit']:,}", ended))
         header = ("kind of text", "tokens a second", "tokens a round", "accepted by position", "limit", "ended before")
         if rows:
-            parts.append(f"**{found['device']['name']}**\n\n{markdown(header, rows)}")
+            parts += [f"**{found['device']['name']}**", markdown(header, rows), *_shared(found, ("workload",))]
     return "\n\n".join(parts)
+
+
+def _shared(found: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
+    """A note where a CPU was shared while figures of these kinds were measured."""
+    busy = max(
+        (entry.get("load") or 0.0 for name, entry in found["figures"].items() if name.split("/")[1] in kinds),
+        default=0.0,
+    )
+    if busy <= BUSY or found["device"]["kind"] != "cpu":
+        return []
+    return [f"Other programs ran beside the measurement (load {busy:g} per core): an idle machine is faster."]
 
 
 def _device_table(found: Mapping[str, Any], slug: str, peers: Mapping[str, Any]) -> str:
     rows, forced, random = [], False, False
     for name, entry in sorted(found["figures"].items(), key=lambda item: _order(item[0])):
         model, kind, *rest = name.split("/")
-        if kind not in ("decode", "prefill", "batch"):
+        if kind not in _SPEEDS:
             continue
         about = entry["details"]
         random |= about.get("weights") == "random"
@@ -143,10 +155,7 @@ def _device_table(found: Mapping[str, Any], slug: str, peers: Mapping[str, Any])
         )
     columns = 5 if any(row[4] for row in rows) else 4
     header = ("tokens a second", "ninfer", "byte floor", "share", "best peer")[:columns]
-    notes = []
-    busy = max((entry.get("load") or 0.0 for entry in found["figures"].values()), default=0.0)
-    if busy > BUSY and found["device"]["kind"] == "cpu":
-        notes.append(f"Other programs ran beside the measurement (load {busy:g} per core): an idle machine is faster.")
+    notes = _shared(found, _SPEEDS)
     if random:
         notes.append("Weights are random in the published formats: speeds mean something, text does not.")
     if forced:
