@@ -122,7 +122,7 @@ class Family(NamedTuple):
     many_registers: int = 168
     head_many_registers: int = 168
     up_turns: int = 1
-    down_turns: int = 2
+    down_turns: int = 1
     attention_depth: int = 2
     early: bool = False
     ahead: int = 0
