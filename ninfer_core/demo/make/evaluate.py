@@ -2,7 +2,8 @@
 
     python -m ninfer_core.demo.make.evaluate                      # answers through the engine, on the CPU
     python -m ninfer_core.demo.make.evaluate --checkpoint FOLDER  # also: loss before and after quantisation
-    python -m ninfer_core.demo.make.evaluate --folder DATA        # also: bits per byte of held-out text
+    python -m ninfer_core.demo.make.evaluate --folder DATA        # also: bits per byte of held-out text, drafts of its continuations
+    python -m ninfer_core.demo.make.evaluate --control            # also: drafts made on purpose without the final norm's gain
 
 Names, words and values come from the tenth that training never saw. An answer is exact if tool names, typed arguments
 and text are all equal; the text of the think block does not count.
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +27,14 @@ from ...artifact import Artifact
 from ...engine import Engine
 from ...frontend.template import ChatTemplate
 from ...model.decoder import Decoder
+from ...model.mtp import MTP
 from ...runtime.interface import EngineInterface
 from ...state import State
 from ...types import Completion, Message, Request, Tool, ToolCall
 from ...weights import Weights, from_state_dict, load_weights
 from . import tasks
 from .dialogue import Task
+from .packing import load_tokens
 from .sumtasks import sum99_task, sum999_task
 from .tasks import Generator
 
@@ -131,6 +135,26 @@ def answers(engine: EngineInterface, drawn: list[tuple[str, Task]], show: int = 
     return result
 
 
+def continued(engine: EngineInterface, held: list[int], count: int = 24) -> dict[str, int]:
+    """Drafts offered and accepted in greedy continuations of 96 tokens behind 160 tokens of held-out prose."""
+    step = len(held) // count
+    asked = [Request(prompt=tuple(held[i * step : i * step + 160]), max_tokens=96) for i in range(count)]
+    used = [handle.result().usage for handle in [engine.submit(request) for request in asked]]
+    return {"accepted": sum(u.accepted_tokens for u in used), "offered": sum(u.drafted_tokens for u in used)}
+
+
+def without_gain(drawn: list[tuple[str, Task]]) -> dict[str, int]:
+    """Drafts offered and accepted if the draft layer gets hidden rows without the gain of the trunk's final norm."""
+    plain = MTP._input
+
+    def fed(self: MTP, tokens: torch.Tensor, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return plain(self, tokens, hidden / self.weights.final_gain, *rest)
+
+    with mock.patch.object(MTP, "_input", fed), Engine.load("demo") as engine:
+        entries = answers(engine, drawn).values()
+    return {key: sum(entry[key] for entry in entries) for key in ("exact", "accepted", "offered")}
+
+
 def table(result: dict[str, dict[str, int]]) -> str:
     """The counts as text, the sum last."""
     total = {key: sum(entry[key] for entry in result.values()) for key in next(iter(result.values()))}
@@ -175,8 +199,6 @@ def losses(
     windows: list[tuple[list[int], int]] = []
     size: int = 0
     if args.folder:
-        from .packing import load_tokens
-
         held = load_tokens(args.folder / "held.xz").tolist()
         windows = [(held[i : i + 1024], 1) for i in range(0, min(len(held), args.windows * 1024), 1024)]
         size = sum(len(tokenizer.decode(ids[1:]).encode()) for ids, _ in windows)
@@ -207,6 +229,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--windows", type=int, default=16, help="windows of 1,024 tokens of held-out text")
+    parser.add_argument("--control", action="store_true", help="the draft layer without the final norm's gain, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     template = ChatTemplate((Path(__file__).parents[1] / "chat_template.jinja").read_text(encoding="utf-8"))
@@ -217,9 +240,15 @@ def main() -> None:
         loaded: Any = engine
         out: dict[str, Any] = {"answers": answers(engine, drawn, args.show)}
         print(table(out["answers"]), flush=True)
+        if args.folder:
+            out["prose"] = continued(engine, load_tokens(args.folder / "held.xz").tolist())
+            print("prose", out["prose"], flush=True)
         if args.checkpoint or args.folder:
             out["loss"] = losses(args, loaded.tokenizer, drawn[:: max(1, len(drawn) // 60)], generator)
             print(json.dumps(out["loss"], indent=1))
+    if args.control:
+        out["without the final norm's gain"] = without_gain(drawn)
+        print("without the final norm's gain", out["without the final norm's gain"])
     if args.json:
         args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
 
