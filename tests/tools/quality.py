@@ -64,14 +64,15 @@ def same(fmt: str, recipe: Recipe) -> Recipe:
     return replace(recipe, name=fmt, formats=dict.fromkeys(recipe.formats, fmt), layers={})
 
 
+def plain_formats(own: Recipe) -> list[Variant]:
+    """The first rows of every table: bf16 weights, then each format alone."""
+    return [Variant("bf16 weights"), *(Variant(fmt[:2], same(fmt, own)) for fmt in (W8, Q6, Q5, Q4))]
+
+
 def variants(own: Recipe) -> list[Variant]:
     """All rows for a model whose own recipe is `own`."""
     return [
-        Variant("bf16 weights"),
-        Variant("W8", same(W8, own)),
-        Variant("Q6", same(Q6, own)),
-        Variant("Q5", same(Q5, own)),
-        Variant("Q4", same(Q4, own)),
+        *plain_formats(own),
         Variant("Q4, largest magnitude instead of scale search", same(Q4, own), "maxabs"),
         Variant("published 35B-A3B recipe, largest magnitude", RECIPE_35B, "maxabs"),
         Variant("published 35B-A3B recipe, scale search", RECIPE_35B),
@@ -299,11 +300,7 @@ def layer_variants(recipe: Recipe) -> list[Variant]:
     """All rows for layers whose published recipe is `recipe`."""
     everything = "published recipe, scale search, INT8 KV cache, int8 activations"
     return [
-        Variant("bf16 weights"),
-        Variant("W8", same(W8, recipe)),
-        Variant("Q6", same(Q6, recipe)),
-        Variant("Q5", same(Q5, recipe)),
-        Variant("Q4", same(Q4, recipe)),
+        *plain_formats(recipe),
         Variant("published recipe, largest magnitude", recipe, "maxabs"),
         Variant("published recipe, scale search", recipe),
         Variant("bf16 weights, INT8 KV cache", kv="int8"),
