@@ -31,6 +31,12 @@ def plain_bytes(words):
 
 
 @triton.jit
+def counted(c):
+    """What an accumulator that began at 0x4B400000, the bits of 12,582,912 in fp32, has added up, as fp32."""
+    return c.to(tl.float32, bitcast=True) - 12582912.0
+
+
+@triton.jit
 def multiply(a0, a1, a2, a3, b0, b1, start, X: tl.constexpr, PTX: tl.constexpr):
     """int8 product of 16 weight rows and 8 activation rows over 32 of K: four fp32 accumulator registers [X, 32].
 
@@ -47,12 +53,7 @@ def multiply(a0, a1, a2, a3, b0, b1, start, X: tl.constexpr, PTX: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-        return (
-            c0.to(tl.float32, bitcast=True) - 12582912.0,
-            c1.to(tl.float32, bitcast=True) - 12582912.0,
-            c2.to(tl.float32, bitcast=True) - 12582912.0,
-            c3.to(tl.float32, bitcast=True) - 12582912.0,
-        )
+        return counted(c0), counted(c1), counted(c2), counted(c3)
     else:
         left = plain_bytes(tl.join(tl.join(a0, a2), tl.join(a1, a3)))
         return plain_product(left, plain_bytes(tl.join(b0, b1)), X, 32)
@@ -77,12 +78,7 @@ def multiply_fine(a0, a1, a2, a3, b0, b1, l0, l1, start, X: tl.constexpr, PTX: t
             is_pure=True,
             pack=1,
         )
-        return (
-            c0.to(tl.float32, bitcast=True) - 12582912.0,
-            c1.to(tl.float32, bitcast=True) - 12582912.0,
-            c2.to(tl.float32, bitcast=True) - 12582912.0,
-            c3.to(tl.float32, bitcast=True) - 12582912.0,
-        )
+        return counted(c0), counted(c1), counted(c2), counted(c3)
     else:
         left = plain_bytes(tl.join(tl.join(a0, a2), tl.join(a1, a3)))
         right = plain_bytes(tl.join(b0, b1)) * 8.0 + plain_bytes(tl.join(l0, l1))

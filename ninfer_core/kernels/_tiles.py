@@ -89,8 +89,7 @@ class Family(NamedTuple):
     than two. `expert_registers`, `registers`: bounds for the routed experts, and for other kernels of at most eight
     rows, so that more programs fit at once. `many_steps`, `many_registers`: those of projections of more rows, of which
     a program serves `blocks` of eight at most, of the router's `router_blocks`; `side`, `router_side`: their
-    high-precision rows of a warp. `head_many_registers`: the head of 32 rows a program. `up_turns`, `down_turns`: items
-    that a program of listed experts may take; see `moe_listed_decode.item_gate_up_kernel`. `attention_depth`: see the
+    high-precision rows of a warp. `head_many_registers`: the head of 32 rows a program. `attention_depth`: see the
     function. `early`: see `_dequant.wait_for_inputs`. `held`: units of a program of the routed down products of up to
     eight rows that wait in shared memory, at most the 64 of `moe_decode.ROOM`. `ahead`: bytes that an ask for the next
     kernel's weights brings (`_ahead.py`), 0 for none. `rolling`: dense gate/up asks for a step as soon as one is done;
@@ -121,8 +120,6 @@ class Family(NamedTuple):
     many_steps: int = 8
     many_registers: int = 168
     head_many_registers: int = 168
-    up_turns: int = 1
-    down_turns: int = 1
     attention_depth: int = 2
     early: bool = False
     ahead: int = 0

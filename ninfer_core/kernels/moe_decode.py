@@ -285,10 +285,9 @@ def expert_gate_up(
         )  # fmt: skip
         return
     choose(logits, h.items, h.used, ids, weights)
-    turns = _tiles.family(logits).up_turns
-    item_gate_up_kernel[(inner // 32, 1 + triton.cdiv(most_items(rows, top_k, experts), turns))](
+    item_gate_up_kernel[(inner // 32, 1 + most_items(rows, top_k, experts))](
         matrix.words, matrix.high, matrix.scales, a.q, a.s, a.ss, shared, hq, h.s, h.items, h.used, rows, eps,
-        **shape, TURNS=turns, **_tiles.launch(logits, tile.warps, bounds.up_items),
+        **shape, **_tiles.launch(logits, tile.warps, bounds.up_items),
     )  # fmt: skip
 
 
@@ -324,12 +323,11 @@ def expert_down(
     held = 0 if grouped else _tiles.expert_held(matrix, top_k)
     some = matrix.groups - held if chooses else _tiles.down_steps(matrix, held)
     if grouped:
-        turns = _tiles.family(x).down_turns
-        expert_rows_kernel[(width // 32 // top_k, top_k + triton.cdiv(most_items(rows, top_k, experts), turns))](
+        expert_rows_kernel[(width // 32 // top_k, top_k + most_items(rows, top_k, experts))](
             matrix.words, matrix.high, matrix.scales, shared_down.words, shared_down.scales, h.q, h.s, h.items, h.used,
             h.y, rows,
             TOPK=top_k, INTER=matrix.columns, N=width, U=matrix.groups, FMT=matrix.code, S=some, X=top_k,
-            TURNS=turns, **_tiles.launch(x, top_k, bounds.down_items),
+            **_tiles.launch(x, top_k, bounds.down_items),
         )  # fmt: skip
         join_kernel[(width // 32, rows)](
             weights, logits, h.y, x, next_norm, x_out, u_out, a_out.q.view(torch.int8), a_out.s, a_out.ss, rows,

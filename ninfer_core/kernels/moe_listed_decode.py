@@ -79,72 +79,61 @@ def list_kernel(
 def item_gate_up_kernel(
     w, wh, ws, xq, xs, ss, shared_gate_up, hq, hs, items, used, rows, eps,
     TOPK: tl.constexpr, INTER: tl.constexpr, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, FMT: tl.constexpr,
-    S: tl.constexpr, X: tl.constexpr, TURNS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile, 1 + item): `pair_gate_up_kernel` for an item's pairs; index 0 quantises the shared expert's rows.
-
-    With two `TURNS` there are programs for half of the items that there may be: where more are filled, the first take
-    one more. A program without an item costs a microsecond of its place.
-    """
+    """Programs (tile, 1 + item): `pair_gate_up_kernel` for an item's pairs; index 0 does the shared expert's rows."""
     tile = tl.program_id(0)
-    index = tl.program_id(1) - 1
+    item = tl.program_id(1) - 1
     lane = tl.arange(0, 32)
     wait_for_inputs(PDL)
     filled = tl.load(used)
-    if index < 0:
+    if item < 0:
         shared_rows(shared_gate_up, hq, hs, tile, rows, TOPK, INTER)
-    for turn in tl.static_range(TURNS):
-        item = index + turn * (tl.num_programs(1) - 1)
-        line = items + tl.maximum(item, 0) * ITEM
-        expert = tl.load(line + PAIRS)
-        pair = load_one(line + lane % PAIRS, FRESH1, PTX)
-        own = load_one(line + lane // (32 // PAIRS), FRESH1, PTX)
-        if (index >= 0) & (item < filled):
-            item_tile(
-                w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX
-            )
+    line = items + tl.maximum(item, 0) * ITEM
+    expert = tl.load(line + PAIRS)
+    pair = load_one(line + lane % PAIRS, FRESH1, PTX)
+    own = load_one(line + lane // (32 // PAIRS), FRESH1, PTX)
+    if (item >= 0) & (item < filled):
+        item_tile(w, wh, ws, xq, xs, ss, hq, hs, expert, own, pair, tile, eps, TOPK, INTER, K, U, PARTS, FMT, S, X, PTX)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def expert_rows_kernel(
     w, wh, ws, sw, sws, hq, hs, items, used, y, rows,
     TOPK: tl.constexpr, INTER: tl.constexpr, N: tl.constexpr, U: tl.constexpr, FMT: tl.constexpr, S: tl.constexpr,
-    X: tl.constexpr, TURNS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    X: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (32 X outputs, X + items): y[pair, n]; the first X do the shared expert's rows, behind the pairs.
 
     A warp owns 32 outputs over all of K; of the shared expert its share of K, as in `expert_down_kernel`. The list is
-    two launches old: it is read, and weights are asked for, before the wait. Items as in `item_gate_up_kernel`.
+    two launches old: it is read, and weights are asked for, before the wait.
     """
     G32: tl.constexpr = INTER // 32
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, X)[:, None]
-    index = tl.program_id(1) - X
+    item = tl.program_id(1) - X
     filled = tl.load(used, cache_modifier=".cg")
-    if index < 0:
-        shared_products(sw, sws, hq, hs, y, rows, tl.program_id(0) * X + index + X, TOPK, INTER, N, X, PTX, PDL)
+    if item < 0:
+        shared_products(sw, sws, hq, hs, y, rows, tl.program_id(0) * X + item + X, TOPK, INTER, N, X, PTX, PDL)
     else:
-        for turn in tl.static_range(TURNS):
-            item = index + turn * (tl.num_programs(1) - X)
-            line = items + item * ITEM
-            expert = tl.load(line + PAIRS, cache_modifier=".cg")
-            pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
-            row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
-            group = tl.program_id(0) * X + warp
-            if item < filled:
-                tile = expert * (N // 16) + group * 2
-                units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
-                if turn == 0:
-                    wait_for_inputs(PDL)
-                acc = outer_sums(
-                    fresh(2, X), 0, (), units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, 0, S, X, FMT, PTX
-                )
-                for r in tl.static_range(2):
-                    for h in tl.static_range(2):
-                        n = group * 32 + r * 16 + h * 8 + lane // 4
-                        store_one(y + pair * N + n, acc[r][2 * h], lane + warp >= 0, PTX)
-            elif turn == 0:
-                wait_for_inputs(PDL)
+        line = items + item * ITEM
+        expert = tl.load(line + PAIRS, cache_modifier=".cg")
+        pair = load_one(line + (lane % PAIRS + warp * 0), EARLY1, PTX)
+        row = load_one(line + (lane // (32 // PAIRS) + warp * 0), EARLY1, PTX)
+        group = tl.program_id(0) * X + warp
+        if item < filled:
+            tile = expert * (N // 16) + group * 2
+            units = inner_units(w, wh, ws, tile, 0, lane, U, S, 1, FMT, PTX)
+            wait_for_inputs(PDL)
+            acc = outer_sums(
+                fresh(2, X), 0, (), units, w, wh, ws, tile, hq, hs, row, pair, lane, G32, U, 0, S, X, FMT, PTX
+            )
+            for r in tl.static_range(2):
+                for h in tl.static_range(2):
+                    n = group * 32 + r * 16 + h * 8 + lane // 4
+                    store_one(y + pair * N + n, acc[r][2 * h], lane + warp >= 0, PTX)
+        else:
+            wait_for_inputs(PDL)
 
 
 @triton.jit

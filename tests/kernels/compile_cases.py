@@ -222,7 +222,7 @@ def expert_cases(full: bool):
     }  # fmt: skip
     yield "experts up, a row", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": True}
     yield "experts up, pairs", moe_decode.pair_gate_up_kernel, warps, BYTES, up | ASKS | {"E": 256, "LOADED": False}
-    yield "experts up, items", moe_listed_decode.item_gate_up_kernel, warps, BYTES, up | {"S": 2, "TURNS": 2}
+    yield "experts up, items", moe_listed_decode.item_gate_up_kernel, warps, BYTES, up | {"S": 2}
     yield "choose", moe_listed_decode.choose_kernel, 1, {}, {"E": 256, "TOPK": top_k}
     yield "list", moe_listed_decode.list_kernel, 8, {}, {
         "TOPK": top_k, "BLOCK": 256, "OWN": 8, "MOST": 64,
@@ -234,7 +234,7 @@ def expert_cases(full: bool):
         down = {
             "TOPK": top_k, "INTER": inner, "N": 2048, "U": units, "FMT": fmt, "S": min(2, units), "X": warps,
         }  # fmt: skip
-        yield f"experts rows {fmt}", moe_listed_decode.expert_rows_kernel, warps, WORDS, down | {"TURNS": 2}
+        yield f"experts rows {fmt}", moe_listed_decode.expert_rows_kernel, warps, WORDS, down
         held = min(4, units // 2)
         for rows in (1, 2, 8) if full else (1, 8):
             yield f"experts down {fmt} R={rows}", moe_decode.expert_down_kernel, warps, WORDS, down | {
